@@ -1,0 +1,62 @@
+# The project's commands: `make help` lists them. Each makes .venv by itself when that is missing or out of date.
+# Another Python: make PYTHON=/path/to/python3.12 test
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-all check clean
+
+help: ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
+
+# Use it
+
+demo: $(READY) ## train two small language models, watched; prints what was found (four minutes)
+	$(BIN)/python examples/demo.py
+
+# Test it
+
+test: $(READY) ## run the tests, all but the slow ones
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(READY) ## run the slow tests, if there are any (pytest exits with 5 when it finds none)
+	@if grep -rqw slow tests --include='*.py'; then $(BIN)/pytest -m slow || [ $$? -eq 5 ]; else echo "No slow tests."; fi
+
+test-all: test test-slow ## run all tests
+
+check: $(READY) ## check format, lint, types and the examples in docstrings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy --strict lightning_attn
+	$(BIN)/pytest --doctest-modules lightning_attn
+
+# Install it: the marker is written last, so an interrupted install is not taken for a finished one. Without the
+# marker .venv is made anew; with an old one (pyproject.toml or constraints.txt changed) it is brought up to date.
+# pip shows its progress at a terminal and keeps quiet in a log.
+
+$(READY): pyproject.toml constraints.txt
+	$(if $(PYTHON_PROBLEM),$(error $(PYTHON_PROBLEM)))
+	@echo "Installing into $(VENV): about two minutes, more where torch must be downloaded first ..."
+	@test -f $@ || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $@
+	@$(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+# What is wrong with $(PYTHON), in one line; empty when nothing is. $(error) above then stops make with that one line.
+
+PYTHON_PROBLEM = $(shell \
+	version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
+	if [ -z "$$version" ]; then \
+		echo "No working Python at '$(PYTHON)': install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"; \
+	elif ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then \
+		echo "'$(PYTHON)' is Python $$version, but 3.10 or newer is needed: name one with make PYTHON=/path/to/python3"; \
+	elif ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "'$(PYTHON)' cannot make virtual environments: on Debian and Ubuntu run: apt install python$$version-venv"; \
+	fi)
+
+clean: ## remove .venv, caches and what runs have written
+	rm -rf $(VENV) build dist demo_output lightning_logs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,275 @@
+"""The callback that shows every head's health over training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_attn.callbacks.cadence import Cadence
+from lightning_attn.callbacks.loggers import log_heat_maps, log_scalars
+from lightning_attn.callbacks.scalars import MAX_TAGS, check_summary_names, scalars, summary_value
+from lightning_attn.callbacks.session import CaptureSession, Step
+from lightning_attn.callbacks.trainer_steps import OptimizerSteps, logger_step
+from lightning_attn.capture.report import AttentionWarning
+from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.history import History
+from lightning_attn.request import Request
+from lightning_attn.snapshot import Snapshot
+from lightning_attn.statistics.logits import NonFiniteShare
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class AttentionMonitor(Callback):
+    """Watches the attention of the model while it trains, and logs every head's health.
+
+    Every ``every_n_steps`` optimiser steps the attention calls of one batch are seen as they happen, whatever computes
+    them, and their statistics go to every logger of the Trainer: ``attention/<statistic>/min``, ``mean`` and ``max``
+    over all heads, ``attention/<statistic>/<site>`` for some statistics, and heat maps of all heads in TensorBoard. The
+    model, its losses and its gradients are not changed, and steps without a capture cost nothing.
+
+    Args:
+        every_n_steps: the optimiser steps from one capture to the next. A mapping makes it dense at first: ``{0: 10,
+            500: 50}`` is every 10 steps from step 0 and every 50 from step 500.
+        sites: glob patterns over `named_modules()` names of the LightningModule, such as ``"model.blocks.*"``; ``None``
+            for all.
+        statistics: names of statistics; ``None`` for all.
+        max_sequences: the first so many sequences of each rank's batch; ``None`` for all.
+        spectral_sequences: of those, the first so many for the spectral statistics, which cost more; ``None`` for all.
+        stage: ``"train"`` watches training batches; ``"validate"`` the first batch of every validation run, which makes
+            curves of the same data comparable.
+        heat_map_every_n_steps: the steps from one set of heat maps to the next; ``None`` for none.
+        callback_metrics: summaries, such as ``"entropy/min"``, that `ModelCheckpoint` and `EarlyStopping` can monitor
+            under their tag, ``"attention/entropy/min"``.
+        history_size: how many snapshots `history` keeps.
+        print_summary: whether a table of the most extreme heads is printed when training ends.
+        prefix: what all tags begin with; by default ``"attention"``, and ``"attention_validate"`` in validation.
+        strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
+
+    Raises:
+        MisconfigurationException: if an argument is not allowed, or a pattern matches no module of the model.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(
+        ...     callbacks=[AttentionMonitor(every_n_steps={0: 10, 500: 50})], logger=False, accelerator="cpu"
+        ... )
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | dict[int, int] = 50,
+        sites: str | list[str] | None = None,
+        statistics: str | list[str] | None = None,
+        max_sequences: int | None = 4,
+        spectral_sequences: int | None = 1,
+        stage: Literal["train", "validate"] = "train",
+        heat_map_every_n_steps: int | None = 500,
+        callback_metrics: list[str] | None = None,
+        history_size: int = 1000,
+        print_summary: bool = True,
+        prefix: str | None = None,
+        strict: bool = False,
+    ) -> None:
+        with _misconfiguration():
+            self._cadence = Cadence(every_n_steps)
+            if heat_map_every_n_steps is not None:
+                Cadence(heat_map_every_n_steps, "heat_map_every_n_steps")
+            Cadence(history_size, "history_size")
+            if stage not in ("train", "validate"):
+                raise ValueError(f"`stage` must be 'train' or 'validate', got {stage!r}.")
+            self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
+            check_summary_names(callback_metrics or (), self._request.names)
+        self._stage = stage
+        self._heat_map_every_n_steps = heat_map_every_n_steps
+        self._callback_metrics = tuple(callback_metrics or ())
+        self._print_summary = print_summary
+        self._prefix = prefix or ("attention" if stage == "train" else "attention_validate")
+        self._key = self._generate_state_key(
+            every_n_steps=every_n_steps, sites=sites, statistics=statistics, stage=stage, prefix=prefix
+        )
+        self._steps = OptimizerSteps()
+        self._last_capture: int | None = None
+        self._last_heat_map: int | None = None
+        self._is_watching = False
+        self._said: set[object] = set()
+        #: The snapshots of this run, oldest first.
+        self.history = History(history_size)
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The last snapshot, ``None`` before the first."""
+        return self.history[-1] if self.history else None
+
+    @property
+    def state_key(self) -> str:
+        """Tells the monitors of one Trainer apart."""
+        return self._key
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on at the same cadence."""
+        return {
+            "optimizer_steps": self._steps.count,
+            "last_capture": self._last_capture,
+            "last_heat_map": self._last_heat_map,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off."""
+        self._steps.restore(state_dict.get("optimizer_steps", 0))
+        self._last_capture = state_dict.get("last_capture")
+        self._last_heat_map = state_dict.get("last_heat_map")
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse patterns that no module has."""
+        with _misconfiguration():
+            self._request.sites.check(SiteNames(pl_module))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin a run, or go on with one."""
+        if self._steps.start(trainer):
+            self._last_capture = self._last_heat_map = None
+            self.history.clear()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Have the batch watched if it is due."""
+        if self._stage != "train" or self._steps.count == self._last_capture:
+            return
+        if self._cadence.is_due(self._steps.count):
+            self._watch(trainer, pl_module, "training_step")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the snapshot of a watched batch, and count the step."""
+        if self._is_watching:
+            self._take_snapshot(trainer, pl_module)
+            self._last_capture = self._steps.count
+        self._steps.batch_ended(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Have the first batch of a validation run watched."""
+        if self._stage == "validate" and batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking:
+            self._watch(trainer, pl_module, "validation_step")
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Take the snapshot of a watched batch."""
+        if self._is_watching:
+            self._take_snapshot(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give up a batch that never ended."""
+        self._give_up(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give up a batch that never ended."""
+        self._give_up(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give up a batch that never ended."""
+        self._give_up(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the most extreme heads."""
+        if self._print_summary and self.snapshot and trainer.is_global_zero:
+            print(f"\n{self.snapshot.table()}")
+
+    def _watch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: Step) -> None:
+        CaptureSession.of(trainer).request(trainer, pl_module, self._request, step)
+        self._is_watching = True
+
+    def _give_up(self, trainer: pl.Trainer) -> None:
+        if self._is_watching:
+            CaptureSession.of(trainer).close()
+            self._is_watching = False
+
+    def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_watching = False
+        snapshot = CaptureSession.of(trainer).collect(logger_step(trainer))
+        snapshot = snapshot.select(self._request.sites, self._request.names)
+        if not snapshot:
+            return
+        self.history.append(snapshot)
+        self._say_what_is_odd(snapshot)
+        self._log(trainer, snapshot)
+        self._log_callback_metrics(pl_module, snapshot)
+
+    def _log(self, trainer: pl.Trainer, snapshot: Snapshot) -> None:
+        tagged = scalars(snapshot, self._prefix)
+        if len(tagged) > MAX_TAGS:
+            self._warn(
+                f"AttentionMonitor has {len(tagged)} scalars for {len(snapshot.sites)} sites; it logs summaries over"
+                " all heads, and the sites are in the heat maps.",
+                once_for="tags",
+            )
+            tagged = scalars(snapshot, self._prefix, per_site=False)
+        log_scalars(trainer, tagged, snapshot.step)
+        if self._heat_map_every_n_steps is None:
+            return
+        if self._last_heat_map is None or snapshot.step - self._last_heat_map >= self._heat_map_every_n_steps:
+            self._last_heat_map = snapshot.step
+            log_heat_maps(trainer, snapshot, self._prefix)
+
+    def _log_callback_metrics(self, pl_module: pl.LightningModule, snapshot: Snapshot) -> None:
+        """Make summaries known to callbacks that monitor metrics; they are reduced already, the same on every rank."""
+        training = self._stage == "train"
+        for name in self._callback_metrics:
+            value = summary_value(snapshot, name)
+            if value is not None:
+                pl_module.log(
+                    f"{self._prefix}/{name}",
+                    value,
+                    logger=False,
+                    on_step=training,
+                    on_epoch=not training,
+                    batch_size=1,
+                    add_dataloader_idx=False,
+                )
+
+    def _say_what_is_odd(self, snapshot: Snapshot) -> None:
+        for pattern in self._request.sites.patterns:
+            if not any(SitePatterns(pattern).match(site) for site in snapshot.sites):
+                self._warn(f"No attention was seen at the sites {pattern!r}; it was at {list(snapshot.sites)}.")
+        for site in snapshot.sites:
+            share = (
+                snapshot.over_heads(site, NonFiniteShare.name) if NonFiniteShare.name in snapshot.statistics else None
+            )
+            if share:
+                self._warn(
+                    f"At step {snapshot.step} attention logits at {site!r} are infinite or NaN, in {share:.1%} of the"
+                    " rows of the worst head. These rows are in no other statistic.",
+                    once_for=("non-finite", site),
+                )
+
+    def _warn(self, message: str, once_for: object = None) -> None:
+        """Say something once: once in these words, or once for a reason."""
+        if (once_for or message) not in self._said:
+            self._said.add(once_for or message)
+            rank_zero_warn(message, category=AttentionWarning)
+
+
+@contextmanager
+def _misconfiguration() -> Iterator[None]:
+    """Raise bad arguments as Lightning's callbacks do."""
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error

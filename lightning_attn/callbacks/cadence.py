@@ -1,0 +1,41 @@
+"""When to capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Cadence:
+    """Every so many optimiser steps, or differently often in different parts of a run.
+
+    Args:
+        every_n_steps: a number of steps; or a mapping from the first step of each part of the run, of which one is 0,
+            to the number of steps in it.
+        name: what the user calls the argument.
+
+    Raises:
+        ValueError: if a number is not a positive integer, or no part begins at step 0.
+
+    Example:
+        >>> cadence = Cadence({0: 10, 500: 50})
+        >>> [step for step in range(480, 700) if cadence.is_due(step)]
+        [480, 490, 500, 550, 600, 650]
+    """
+
+    def __init__(self, every_n_steps: int | Mapping[int, int], name: str = "every_n_steps") -> None:
+        parts = dict(every_n_steps) if isinstance(every_n_steps, Mapping) else {0: every_n_steps}
+        if 0 not in parts or not all(_is_count(start, 0) and _is_count(steps, 1) for start, steps in parts.items()):
+            raise ValueError(
+                f"`{name}` must be a positive integer, or a mapping such as {{0: 10, 500: 50}} from the first step of "
+                f"each part of the run (one of them 0) to a positive integer, got {every_n_steps!r}."
+            )
+        self._parts = sorted(parts.items())
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is one to capture at."""
+        start, steps = max(part for part in self._parts if part[0] <= step)
+        return (step - start) % steps == 0
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

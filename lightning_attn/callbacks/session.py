@@ -1,0 +1,106 @@
+"""One capture for all callbacks of a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+from lightning_attn.observer import AttentionObserver
+from lightning_attn.request import Request
+from lightning_attn.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+#: The method of the Trainer's strategy that computes a batch.
+Step = Literal["training_step", "validation_step"]
+
+
+class CaptureSession:
+    """The observer of a Trainer, which every callback of this package on it shares.
+
+    Before a batch, each callback that wants to know of it makes a request. The first one has the strategy's next step
+    watched; the step restores itself as soon as it begins. After the batch, each of these callbacks collects the one
+    snapshot.
+
+    The step is wrapped as a whole, rather than watching begun in one hook and ended in another: what ends watching must
+    run whether the step returns, raises or is skipped, and must find on top of torch's stack of modes what it put
+    there.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._observer: AttentionObserver | None = None
+        self._request: Request | None = None
+        self._snapshot: Snapshot | None = None
+        self._unwatch: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> CaptureSession:
+        """The session of a Trainer; it lives as long as the Trainer does."""
+        session = _SESSIONS.get(trainer)
+        if session is None:
+            session = _SESSIONS[trainer] = cls(trainer)
+        return session
+
+    def request(self, trainer: pl.Trainer, model: pl.LightningModule, request: Request, step: Step) -> None:
+        """Have the next step watched."""
+        if self._request is not None:  # another callback was first
+            self._request |= request
+            return
+        self._request, self._snapshot = request, None
+        if self._observer is None or self._observer.model is not model:
+            self._observer = AttentionObserver(model)
+        self._watch(trainer, step, self._observer)
+
+    def collect(self, step: int) -> Snapshot:
+        """The snapshot of the step that was watched; every rank collects it.
+
+        Args:
+            step: the optimiser step, which the snapshot carries.
+        """
+        self._restore()
+        if self._snapshot is None:
+            assert self._observer is not None and self._request is not None
+            self._observer.request, self._request = self._request, None
+            self._snapshot = self._observer.snapshot(step)
+        return self._snapshot
+
+    def close(self) -> None:
+        """Give up a step that was to be watched and never ended."""
+        self._restore()
+        self._request = None
+        if self._observer is not None:
+            self._observer.forget()
+
+    def _watch(self, trainer: pl.Trainer, name: Step, observer: AttentionObserver) -> None:
+        strategy = trainer.strategy
+        original = getattr(strategy, name)
+        was_instance_attribute = name in vars(strategy)
+
+        def unwatch() -> None:
+            if vars(strategy).get(name) is not watched:
+                return
+            if was_instance_attribute:
+                setattr(strategy, name, original)
+            else:
+                delattr(strategy, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._restore()
+            if self._request is None:
+                return original(*args, **kwargs)
+            observer.request = self._request
+            with observer:
+                return original(*args, **kwargs)
+
+        setattr(strategy, name, watched)
+        self._unwatch = unwatch
+
+    def _restore(self) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
+
+_SESSIONS: WeakKeyDictionary[Any, CaptureSession] = WeakKeyDictionary()

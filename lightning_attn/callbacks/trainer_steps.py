@@ -1,0 +1,53 @@
+"""Counting steps as Lightning does, and as users mean it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def logger_step(trainer: pl.Trainer) -> int:
+    """The step at which Lightning itself logs right now, so that curves lie on one axis.
+
+    It is not ``trainer.global_step``, which counts every optimiser on its own under manual optimisation. Lightning's
+    built-in monitors read the same private attribute; ``global_step`` is right for one optimiser should it go away.
+    """
+    step = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+    return int(step)
+
+
+class OptimizerSteps:
+    """Counts the batches in which any optimiser stepped: accumulation counts once, and so do two optimisers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._global_step = 0
+        self._is_restored = False
+
+    def start(self, trainer: pl.Trainer) -> bool:
+        """Begin to count, or go on where a checkpoint or the last fit left off.
+
+        Returns:
+            Whether this is the beginning of a run.
+        """
+        self._global_step = trainer.global_step
+        begins = trainer.global_step == 0
+        if begins:
+            self.count = 0
+        elif not self._is_restored:
+            self.count = logger_step(trainer)
+        self._is_restored = True
+        return begins
+
+    def restore(self, count: int) -> None:
+        """Take the count from a checkpoint."""
+        self.count = count
+        self._is_restored = True
+
+    def batch_ended(self, trainer: pl.Trainer) -> None:
+        """Count the batch if an optimiser stepped in it."""
+        if trainer.global_step > self._global_step:
+            self.count += 1
+            self._global_step = trainer.global_step

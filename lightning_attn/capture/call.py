@@ -1,0 +1,205 @@
+"""One evaluation of softmax attention, as the model made it.
+
+Shape suffixes: B sequences, H query heads, K key heads, N queries, M keys, D width of a query or key, E width of a
+value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+#: An additive mask hides a key where it holds this or less. fp16 masks hold -65504, and Swin's -100 is a penalty, not a
+#: mask.
+HIDING_PENALTY = -1e4
+
+
+def unhidden_by(bias: Tensor) -> Tensor:
+    """Where an additive mask leaves keys visible; a NaN hides nothing, it spoils."""
+    return (bias <= HIDING_PENALTY).logical_not()
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query may see, and what is added to their logits.
+
+    The three parts hold together: a key is visible where none of them hides it. Tensors broadcast to (B, H, N, M).
+
+    Args:
+        causal_offset: query ``i`` sees the keys ``j <= i + causal_offset``; ``None`` where order does not matter.
+        mask: boolean, true where a key may be seen.
+        bias: added to the logits. It hides a key where it is -1e4 or less, and is part of the logit elsewhere (ALiBi,
+            T5).
+    """
+
+    causal_offset: int | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+    def rows(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
+        """The visibility of the first ``keys`` keys to the queries ``start:stop``.
+
+        Returns:
+            A number ``first`` and a boolean tensor that broadcasts to (B, H, stop - start, keys - first): the keys
+            before ``first`` are all visible, and the tensor tells about the others. ``None`` where every key is
+            visible.
+        """
+        first, visible = 0, None
+        if self.mask is not None:
+            visible = self._slice(self.mask, start, stop, keys)
+        if self.bias is not None:
+            unhidden = unhidden_by(self._slice(self.bias, start, stop, keys))
+            visible = unhidden if visible is None else visible & unhidden
+        if self.causal_offset is not None and start + self.causal_offset < keys - 1:
+            last_R1 = torch.arange(start, stop, device=device)[:, None] + self.causal_offset
+            first = 0 if visible is not None else max(0, start + self.causal_offset + 1)
+            causal = (torch.arange(first, keys, device=device) <= last_R1)[None, None]
+            visible = causal if visible is None else visible & causal
+        return None if visible is None else (first, visible)
+
+    def bias_rows(self, start: int, stop: int, keys: int) -> Tensor | None:
+        """The part of the bias that belongs to the queries ``start:stop`` and the first ``keys`` keys."""
+        return None if self.bias is None else self._slice(self.bias, start, stop, keys)
+
+    def visible_keys(self, stop: int, keys: int) -> int:
+        """How many leading keys hold everything that the queries before ``stop`` may see."""
+        if self.causal_offset is None:
+            return keys
+        return max(0, min(keys, stop + self.causal_offset))
+
+    def select(self, sequences: slice, heads: slice) -> Visibility:
+        """The visibility of some sequences and heads."""
+
+        def part(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            tensor = tensor if tensor.shape[0] == 1 else tensor[sequences]
+            return tensor if tensor.shape[1] == 1 else tensor[:, heads]
+
+        return replace(self, mask=part(self.mask), bias=part(self.bias))
+
+    @staticmethod
+    def _slice(tensor: Tensor, start: int, stop: int, keys: int) -> Tensor:
+        rows = tensor if tensor.shape[2] == 1 else tensor[:, :, start:stop]
+        return rows if rows.shape[3] == 1 else rows[..., :keys]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One evaluation of ``softmax(scale * Q K^T + bias) V`` at a site.
+
+    Args:
+        site: canonical name of the module that computes it.
+        query: (B, H, N, D).
+        key: (B, K, M, D), where K divides H and query head ``h`` reads key head ``h // (H / K)``.
+        value: (B, K, M, E), or ``None`` where nobody asked for it.
+        scale: what the products are multiplied with.
+        visibility: which keys each query may see, and the bias.
+        self_attention: whether key ``i`` and query ``i`` are the same token. Told from the arguments where they show
+            it, otherwise assumed where there are as many queries as keys.
+        soft_cap: ``c`` of ``c * tanh(logit / c)``, applied before the bias.
+        sink_logits: (H,), one more logit per head that takes weight and gives nothing (gpt-oss).
+    """
+
+    site: str
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    scale: float
+    visibility: Visibility
+    self_attention: bool
+    soft_cap: float | None = None
+    sink_logits: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences, B."""
+        return self.query.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads, H."""
+        return self.query.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """Number of queries, N."""
+        return self.query.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """Number of keys, M."""
+        return self.key.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share a key head, H / K."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def is_square(self) -> bool:
+        """Whether row ``i`` and column ``i`` of the attention matrix are the same token."""
+        return self.self_attention and self.queries == self.keys
+
+    def select(self, sequences: slice = slice(None), key_heads: slice = slice(None)) -> AttentionCall:
+        """The call of some sequences and key heads with their query heads, without values; views, no copies."""
+        first, last, _ = key_heads.indices(self.key.shape[1])
+        heads = slice(first * self.group, last * self.group)
+        return replace(
+            self,
+            query=self.query[sequences, heads],
+            key=self.key[sequences, key_heads],
+            value=None,
+            visibility=self.visibility.select(sequences, heads),
+            sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
+        )
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """What enters the softmax, whole: for looking at short sequences.
+
+        Returns:
+            The logits (B, H, N, M) in float32 and a boolean tensor of the same shape, true where a key is visible.
+        """
+        query_BHND = self.query.float()
+        key_BHMD = self.key.float().repeat_interleave(self.group, dim=1)
+        logits_BHNM = query_BHND @ key_BHMD.transpose(-1, -2) * self.scale
+        if self.soft_cap is not None:
+            logits_BHNM = self.soft_cap * torch.tanh(logits_BHNM / self.soft_cap)
+        if self.visibility.bias is not None:
+            logits_BHNM = logits_BHNM + self.visibility.bias
+        visible_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool)
+        rows = self.visibility.rows(0, self.queries, self.keys, self.query.device)
+        if rows is not None:
+            first, visible = rows
+            visible_BHNM[..., first:] = visible
+        return logits_BHNM, visible_BHNM
+
+    def weights(self) -> Tensor:
+        """The attention matrix before dropout, whole: for looking at short sequences.
+
+        Returns:
+            (B, H, N, M) in float32. Rows sum to one, to less with a learned sink, and to zero where no key is visible.
+        """
+        logits_BHNM, visible_BHNM = self.logits()
+        logits_BHNM = logits_BHNM.masked_fill(~visible_BHNM, torch.finfo(torch.float32).min)
+        if self.sink_logits is not None:
+            sink_BHN1 = self.sink_logits.float().view(1, -1, 1, 1).expand(*logits_BHNM.shape[:-1], 1)
+            weights_BHNM = torch.cat([logits_BHNM, sink_BHN1], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights_BHNM = logits_BHNM.softmax(-1)
+        return torch.where(visible_BHNM, weights_BHNM, 0.0)
+
+    def output(self) -> Tensor:
+        """What the call gives back without dropout, ``A V``: for comparing with the model's own.
+
+        Returns:
+            (B, H, N, E) in float32.
+
+        Raises:
+            ValueError: if the values were not kept.
+        """
+        if self.value is None:
+            raise ValueError(f"The call at {self.site!r} holds no values; `record` keeps them.")
+        return self.weights() @ self.value.float().repeat_interleave(self.heads // self.value.shape[1], dim=1)

@@ -1,0 +1,129 @@
+"""Seeing every attention call of a model while a `with` block runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.isolation import in_backward, in_function_transform, isolated
+from lightning_attn.capture.reader import Reader, Sampling, UnreadableError, readers
+from lightning_attn.capture.report import AttentionWarning, describe_fault
+from lightning_attn.capture.sites import ROOT, SiteNames, SitePatterns
+
+
+class Capture:
+    """Hands every attention call of a model to a receiver while the block runs; the model notices nothing.
+
+    The receiver runs in the middle of the forward pass, isolated from it. A fault in reading a call or in the receiver
+    is reported once per site with its cause; the site is then left alone, and the forward pass goes on.
+
+    Args:
+        model: the model to be watched.
+        receive: called with each call, its tensors detached.
+        sites: which sites to watch.
+        max_sequences: read the first so many sequences of each call; ``None`` for all.
+        with_values: whether the calls hold their values.
+        strict: raise a fault instead of reporting it.
+        quiet: sites to be left alone; a site with a fault is added to it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        receive: Callable[[AttentionCall], None],
+        *,
+        sites: SitePatterns,
+        max_sequences: int | None = None,
+        with_values: bool = False,
+        strict: bool = False,
+        quiet: set[str] | None = None,
+    ) -> None:
+        self._model = model
+        self._receive = receive
+        self._sites = sites
+        self._max_sequences = max_sequences
+        self._with_values = with_values
+        self._strict = strict
+        self._quiet = set() if quiet is None else quiet
+        self._running = ExitStack()
+        self._is_running = False
+        #: Number of calls that were handed on.
+        self.received = 0
+
+    def __enter__(self) -> Capture:
+        if self._is_running:
+            raise RuntimeError("This capture is already running.")
+        self._names = SiteNames(self._model)
+        self._running.enter_context(_SeeingMode(self._see))
+        self._is_running = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_running = False
+        self._running.close()
+
+    def _see(self, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():  # activation checkpointing computes again what was seen in the forward pass
+            return
+        site = self._names.current() or ROOT
+        if site in self._quiet or not self._sites.match(site):
+            return
+        try:
+            self._read(site, reader, args, kwargs)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._quiet.add(site)
+            warnings.warn(describe_fault(site, error), AttentionWarning, stacklevel=2)
+
+    def _read(self, site: str, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_function_transform():
+            raise UnreadableError(
+                "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
+            )
+        device = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)).device
+        if device.type == "meta":
+            return
+        autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        sampling = Sampling(
+            site=site,
+            max_sequences=self._max_sequences,
+            with_values=self._with_values,
+            autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
+        )
+        with isolated(device):
+            self._receive(reader(args, kwargs, sampling))
+        self.received += 1
+
+
+class _SeeingMode(TorchFunctionMode):
+    """Lets every torch function run as it would, and shows the ones that compute attention."""
+
+    def __init__(self, see: Callable[[Reader, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._see = see
+        self._readers = readers()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        result = func(*args, **kwargs)
+        reader = self._readers.get(func)
+        if reader is not None:
+            self._see(reader, args, kwargs)
+        return result

@@ -1,0 +1,89 @@
+"""Running beside a model without leaving a trace in it.
+
+A capture runs in the middle of somebody's forward pass: inside their autocast region, their ``torch.device`` context,
+their selective checkpointing, their graph. What the capture computes there must be seen by none of them. The names of
+torch that are not public are used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import cast
+
+import torch
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Compute in full precision, outside every graph, mode and autocast region of the surrounding program.
+
+    Nothing computed inside is differentiated, cast, counted, cached by selective checkpointing or redirected to another
+    device; and no setting of the surrounding program is different afterwards.
+
+    Args:
+        device: where the computation runs.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_without_modes())
+        # Tensors made under inference mode could not be added to later, outside it.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(_full_precision_products())
+        yield
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Disable the function and dispatch modes of the surrounding program.
+
+    Under selective activation checkpointing a product computed by an observer would otherwise be stored in the place of
+    one of the model's own, and the gradient would be wrong without any error. torch has no public switch for this;
+    where the private one is missing, modes stay on, and the other guards still hold.
+    """
+    with ExitStack() as stack:
+        disable_function_modes = getattr(torch._C, "DisableTorchFunction", None)
+        if disable_function_modes is not None:
+            stack.enter_context(disable_function_modes())
+        stack.enter_context(_without_dispatch_modes())
+        yield
+
+
+def _without_dispatch_modes() -> AbstractContextManager[object]:
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError:
+        return nullcontext()
+    return cast(AbstractContextManager[object], _disable_current_modes())
+
+
+@contextmanager
+def _full_precision_products() -> Iterator[None]:
+    """Keep float32 products in float32: users lower them to TF32 or bfloat16 with one global switch."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to answer where its older and newer precision settings were mixed
+        yield
+        return
+    if precision == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running, as when activation checkpointing computes a forward pass again."""
+    current_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+    return current_graph_task is not None and current_graph_task() != -1
+
+
+def in_function_transform() -> bool:
+    """Whether a ``torch.func`` transform (``vmap``, ``grad``, …) runs, where tensors stand for more than they show."""
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None

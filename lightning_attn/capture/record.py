@@ -1,0 +1,102 @@
+"""Keeping the attention calls of a forward pass, to look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.reader import check_sequences
+from lightning_attn.capture.report import warn_of_nothing
+from lightning_attn.capture.sites import SiteNames, SitePatterns
+
+
+@dataclass
+class Recording:
+    """The attention calls of a forward pass.
+
+    Args:
+        calls: in the order in which they were made. Their tensors are copies.
+    """
+
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that made calls, in the order of their first one."""
+        return tuple(dict.fromkeys(call.site for call in self.calls))
+
+    def __getitem__(self, site: str) -> list[AttentionCall]:
+        """The calls of one site.
+
+        Raises:
+            KeyError: if the site made none.
+        """
+        calls = [call for call in self.calls if call.site == site]
+        if not calls:
+            raise KeyError(f"{site!r} made no call; these sites did: {list(self.sites)}")
+        return calls
+
+
+@contextmanager
+def record(
+    model: nn.Module, sites: str | Sequence[str] | None = None, max_sequences: int | None = None
+) -> Iterator[Recording]:
+    """Record the attention calls that a model makes while the block runs.
+
+    Each call holds the queries, keys and values as they entered the attention function (after rotary embedding and
+    normalisation), its scale and its visibility, copied; a call costs the memory of these tensors. The model is not
+    changed.
+
+    Args:
+        model: the model that runs inside the block.
+        sites: glob patterns over `named_modules()` names; ``None`` for all.
+        max_sequences: keep the first so many sequences of each call; ``None`` for all.
+
+    Yields:
+        The recording, filled as the model runs.
+
+    Raises:
+        ValueError: if a pattern matches no module, or ``max_sequences`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.MultiheadAttention(16, num_heads=2, batch_first=True)
+        >>> tokens = torch.randn(3, 5, 16)
+        >>> with record(layer) as recording:
+        ...     output, _ = layer(tokens, tokens, tokens, need_weights=False)
+        >>> recording.calls[0].weights().shape
+        torch.Size([3, 2, 5, 5])
+    """
+    patterns = SitePatterns(sites)
+    check_sequences(max_sequences=max_sequences)
+    recording = Recording()
+
+    def keep(call: AttentionCall) -> None:
+        recording.calls.append(_copied(call))
+
+    patterns.check(SiteNames(model))
+    with Capture(model, keep, sites=patterns, max_sequences=max_sequences, with_values=True):
+        yield recording
+    if not recording.calls:
+        warn_of_nothing(model, patterns)
+
+
+def _copied(call: AttentionCall) -> AttentionCall:
+    """The call with tensors of its own: a cache of keys may be overwritten, and graphs must not be kept alive."""
+    visibility = call.visibility
+    return replace(
+        call,
+        query=call.query.detach().clone(),
+        key=call.key.detach().clone(),
+        value=None if call.value is None else call.value.detach().clone(),
+        visibility=replace(
+            visibility,
+            mask=None if visibility.mask is None else visibility.mask.detach().clone(),
+            bias=None if visibility.bias is None else visibility.bias.detach().clone(),
+        ),
+    )

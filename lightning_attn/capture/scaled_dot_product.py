@@ -1,0 +1,103 @@
+"""Reading `torch.nn.functional.scaled_dot_product_attention`.
+
+Shape suffixes as in `lightning_attn.capture.call`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.capture.reader import Sampling, UnreadableError, reads
+
+
+def _signature(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """The signature of the function, which torch does not give to `inspect`."""
+
+
+_SIGNATURE = inspect.signature(_signature)
+
+
+@reads(functional.scaled_dot_product_attention)
+def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
+    """Read one call: all masks, grouped heads, and inputs of any number of leading dimensions.
+
+    Three dimensions are sequences of one head each. More than four are flattened into sequences.
+
+    Raises:
+        UnreadableError: for nested tensors, whose sequences have no common shape.
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+    if query.is_nested or key.is_nested:
+        raise UnreadableError(
+            "nested tensors are not read yet; use padded tensors with a mask on the steps to be watched"
+        )
+    leading: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    dimensions = max(query.dim(), key.dim())
+
+    def in_four_dimensions(tensor: Tensor) -> Tensor:
+        return _first_sequences(_in_four_dimensions(tensor, dimensions, leading), sampling.max_sequences)
+
+    query_BHND, key_BKMD, value_BKME = (in_four_dimensions(tensor) for tensor in (query, key, value))
+    sequences = max(query_BHND.shape[0], key_BKMD.shape[0])
+    queries, keys = query.shape[-2], key.shape[-2]
+    return AttentionCall(
+        site=sampling.site,
+        # One query head may be compared with many key heads; one key head with many query heads is a group.
+        query=query_BHND.expand(sequences, max(query_BHND.shape[1], key_BKMD.shape[1]), -1, -1),
+        key=key_BKMD.expand(sequences, -1, -1, -1),
+        value=value_BKME.expand(sequences, -1, -1, -1) if sampling.with_values else None,
+        scale=1 / math.sqrt(query.shape[-1]) if given["scale"] is None else float(given["scale"]),
+        visibility=_visibility(
+            mask if mask is None or isinstance(mask, CausalBias) else in_four_dimensions(mask),
+            # torch aligns causality to the first query and key, also where their numbers differ.
+            causal_offset=0 if given["is_causal"] else None,
+            key_surplus=keys - queries,
+        ),
+        self_attention=queries == keys,
+    )
+
+
+def _visibility(mask: Tensor | None, causal_offset: int | None, key_surplus: int) -> Visibility:
+    if isinstance(mask, CausalBias):  # causality that is never written out, as of `causal_lower_right`
+        return Visibility(key_surplus if mask.variant == CausalVariant.LOWER_RIGHT else 0)
+    if mask is None or mask.dtype == torch.bool:
+        return Visibility(causal_offset, mask=mask)
+    return Visibility(causal_offset, bias=mask)
+
+
+def _in_four_dimensions(tensor: Tensor, dimensions: int, leading: torch.Size) -> Tensor:
+    """A tensor of (up to) ``dimensions`` dimensions as (B or 1, heads or 1, rows, columns)."""
+    tensor = tensor[(None,) * (dimensions - tensor.dim())]
+    if dimensions == 2:
+        return tensor[None, None]
+    if dimensions == 3:
+        return tensor[:, None]
+    if dimensions == 4:
+        return tensor
+    if any(size != 1 for size in tensor.shape[:-3]):
+        tensor = tensor.expand(*leading, -1, -1, -1)
+    return tensor.flatten(0, -4)
+
+
+def _first_sequences(tensor: Tensor, max_sequences: int | None) -> Tensor:
+    return tensor if max_sequences is None or tensor.shape[0] == 1 else tensor[:max_sequences]

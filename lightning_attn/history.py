@@ -1,0 +1,69 @@
+"""The snapshots of a run, oldest first, as many as are kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from lightning_attn.snapshot import Snapshot
+
+
+class History(Sequence[Snapshot]):
+    """A bounded series of snapshots; the oldest make room for new ones.
+
+    Args:
+        size: how many are kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._snapshots: deque[Snapshot] = deque(maxlen=size)
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(self._snapshots)
+
+    @overload
+    def __getitem__(self, index: int) -> Snapshot: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Snapshot]: ...
+    def __getitem__(self, index: int | slice) -> Snapshot | list[Snapshot]:
+        """One snapshot by its place, or several."""
+        if isinstance(index, slice):
+            return list(self._snapshots)[index]
+        return self._snapshots[index]
+
+    def append(self, snapshot: Snapshot) -> None:
+        """Keep one more."""
+        self._snapshots.append(snapshot)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._snapshots.clear()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the snapshots."""
+        return [snapshot.step for snapshot in self._snapshots]
+
+    def series(self, site: str, head: int, statistic: str) -> tuple[list[int], list[float]]:
+        """One head over training.
+
+        Returns:
+            The steps at which the head has a value, and the values.
+        """
+        steps, values = [], []
+        for snapshot in self._snapshots:
+            if site not in snapshot.heads or statistic not in snapshot.statistics or head >= snapshot.heads[site]:
+                continue
+            value = snapshot[site, statistic][head]
+            if value is not None:
+                steps.append(snapshot.step)
+                values.append(value)
+        return steps, values
+
+    def __repr__(self) -> str:
+        span = f"steps {self.steps[0]} to {self.steps[-1]}" if self._snapshots else "empty"
+        return f"History({len(self)} snapshots, {span})"

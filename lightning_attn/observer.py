@@ -1,0 +1,125 @@
+"""Capture, statistics and reduction together, for people without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.reader import UnreadableError
+from lightning_attn.capture.report import warn_of_nothing
+from lightning_attn.capture.sites import SiteNames
+from lightning_attn.distributed import RankReduction
+from lightning_attn.request import Request
+from lightning_attn.snapshot import Snapshot
+from lightning_attn.statistics.measure import Sums, joined, measure
+
+
+class AttentionObserver:
+    """Watches the attention of a model while a `with` block runs, and gives its statistics.
+
+    The statistics of a call are computed when it happens, and nothing of it is kept but a few sums per head. Several
+    calls of a site, in one block or in several, add up until `snapshot` is asked for.
+
+    Args:
+        model: the model to be watched; it is not changed.
+        sites: glob patterns over `named_modules()` names; ``None`` for all.
+        statistics: names of statistics; ``None`` for all.
+        max_sequences: look at the first so many sequences of each call; ``None`` for all.
+        spectral_sequences: of those, the first so many for the spectral statistics, which cost more; ``None`` for all.
+        strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
+
+    Raises:
+        ValueError: if a pattern matches no module, a statistic is unknown, or a number of sequences is not positive.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> observer = AttentionObserver(layer, statistics="max_weight")
+        >>> with observer:
+        ...     output = layer(torch.zeros(4, 8, 16))
+        >>> observer.snapshot().to_dict()
+        {'self_attn': {'max_weight': [0.125, 0.125]}}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: str | Sequence[str] | None = None,
+        statistics: str | Sequence[str] | None = None,
+        max_sequences: int | None = None,
+        spectral_sequences: int | None = 1,
+        strict: bool = False,
+    ) -> None:
+        #: What is wanted of it. May be replaced between two snapshots.
+        self.request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
+        self.request.sites.check(SiteNames(model))
+        #: What is watched.
+        self.model = model
+        self._capture: Capture | None = None
+        self._sums: dict[str, Sums] = {}
+        self._saw_attention = False
+        self._quiet: set[str] = set()
+        self._reduction = RankReduction()
+
+    def __enter__(self) -> AttentionObserver:
+        if self._capture is not None:
+            raise RuntimeError("This observer is watching already; leave its `with` block first.")
+        self._capture = Capture(
+            self.model,
+            self._take,
+            sites=self.request.sites,
+            max_sequences=self.request.max_sequences,
+            strict=self.request.strict,
+            quiet=self._quiet,
+        )
+        self._capture.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.__exit__(kind, error, trace)
+
+    def snapshot(self, step: int = 0) -> Snapshot:
+        """The statistics of what was seen since the last snapshot, joined over all ranks.
+
+        Where several processes train together, each of them must call this, also one that saw nothing.
+
+        Args:
+            step: the optimiser step, which the snapshot carries.
+        """
+        found, self._sums = self._sums, {}
+        sums = self._reduction(found, self.request.statistics, self._quiet, self._device)
+        if not (sums or self._quiet or self._saw_attention):
+            self._saw_attention = True  # said once
+            warn_of_nothing(self.model, self.request.sites)
+        self._saw_attention |= bool(sums)
+        return Snapshot.from_sums(step, sums, self.request.names)
+
+    def forget(self) -> None:
+        """Drop what was seen since the last snapshot."""
+        self._sums = {}
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the ranks meet; the collectives of an accelerator's backend need its memory."""
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def _take(self, call: AttentionCall) -> None:
+        found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
+        known = self._sums.get(call.site, found)
+        name = next(iter(found))
+        if len(known[name][0]) != call.heads:
+            raise UnreadableError(
+                f"it ran with {len(known[name][0])} heads and again with {call.heads} before one snapshot, "
+                "so that the heads of its calls cannot be matched"
+            )
+        self._sums[call.site] = found if known is found else {name: joined(known[name], found[name]) for name in found}

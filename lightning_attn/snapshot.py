@@ -1,0 +1,228 @@
+"""The statistics of every site and head at one capture step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_attn.capture.sites import SitePatterns
+from lightning_attn.statistics.measure import Sums, head_values
+from lightning_attn.statistics.registry import known_statistics
+
+
+class HeadValue(NamedTuple):
+    """A value and the head it belongs to."""
+
+    site: str
+    head: int
+    value: float
+
+
+class Summary(NamedTuple):
+    """A statistic over all heads that have it."""
+
+    min: float
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """All statistics of all sites and heads at one capture step, the same on every rank.
+
+    A value is absent, and `None` where values are given one by one, if nothing that was captured defines it: the
+    entropy of a head that never had two keys to choose from, the consensus rate of a head that looks ahead.
+
+    Args:
+        step: the optimiser step, as the loggers count it.
+        heads: number of heads of each site, in the order in which the sites ran.
+        statistics: names of the statistics.
+        values: (statistics, heads of all sites) in float64, NaN where a value is absent.
+
+    Example:
+        >>> import torch
+        >>> from lightning_attn import AttentionObserver
+        >>> layer = torch.nn.MultiheadAttention(16, num_heads=2, batch_first=True)
+        >>> observer = AttentionObserver(layer, statistics=["entropy", "max_logit"])
+        >>> tokens = torch.zeros(1, 5, 16)
+        >>> with observer:
+        ...     output, _ = layer(tokens, tokens, tokens, need_weights=False)
+        >>> snapshot = observer.snapshot()
+        >>> snapshot["(root)", "entropy"]
+        [1.0, 1.0]
+        >>> snapshot.summary("max_logit")
+        Summary(min=0.0, mean=0.0, max=0.0)
+    """
+
+    step: int
+    heads: Mapping[str, int]
+    statistics: tuple[str, ...]
+    values: Tensor
+
+    @classmethod
+    def from_sums(cls, step: int, sums: Mapping[str, Sums], statistics: Sequence[str]) -> Snapshot:
+        """Make a snapshot of the reduced sums of each site.
+
+        Args:
+            step: the optimiser step.
+            sums: for each site the sums of every statistic.
+            statistics: names of the statistics, in the order to keep.
+        """
+        columns = {
+            site: [head_values(found[name]).double().cpu() for name in statistics] for site, found in sums.items()
+        }
+        heads = {site: values[0].shape[0] for site, values in columns.items()}
+        blocks = [torch.stack(values) for values in columns.values()]
+        empty = torch.empty(len(statistics), 0, dtype=torch.float64)
+        return cls(step, heads, tuple(statistics), torch.cat([empty, *blocks], dim=1))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites, in the order in which they ran."""
+        return tuple(self.heads)
+
+    def __bool__(self) -> bool:
+        return bool(self.heads)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Snapshot):
+            return NotImplemented
+        return (
+            (self.step, dict(self.heads), self.statistics) == (other.step, dict(other.heads), other.statistics)
+        ) and torch.equal(self.values.nan_to_num(torch.inf), other.values.nan_to_num(torch.inf))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getitem__(self, key: tuple[str, str]) -> list[float | None]:
+        """The value of every head of a site: ``snapshot[site, statistic]``.
+
+        Raises:
+            KeyError: if the snapshot holds no such site or statistic.
+        """
+        site, statistic = key
+        return [None if value != value else value for value in self._of(site, statistic).tolist()]
+
+    def summary(self, statistic: str) -> Summary | None:
+        """Smallest, mean and largest value over all heads of all sites; ``None`` where no head has one."""
+        values = self._row(statistic)
+        values = values[~values.isnan()]
+        if not len(values):
+            return None
+        return Summary(float(values.min()), float(values.mean()), float(values.max()))
+
+    def over_heads(self, site: str, statistic: str) -> float | None:
+        """One number for a site: the largest of its heads for logits and faults, their mean otherwise."""
+        values = self._of(site, statistic)
+        values = values[~values.isnan()]
+        if not len(values):
+            return None
+        registered = known_statistics().get(statistic)
+        largest = registered is not None and registered.over_heads == "max"
+        return float(values.max() if largest else values.mean())
+
+    def lowest(self, statistic: str) -> HeadValue | None:
+        """The head with the smallest value; ``None`` where no head has one."""
+        return self._extreme(statistic, sign=1)
+
+    def highest(self, statistic: str) -> HeadValue | None:
+        """The head with the largest value; ``None`` where no head has one."""
+        return self._extreme(statistic, sign=-1)
+
+    def matrix(self, statistic: str) -> Tensor:
+        """The values as (sites, most heads of a site) in float64, NaN where there is none: for drawing."""
+        widest = max(self.heads.values(), default=0)
+        matrix = torch.full((len(self.heads), widest), torch.nan, dtype=torch.float64)
+        for row, (site, heads) in enumerate(self.heads.items()):
+            matrix[row, :heads] = self._of(site, statistic)
+        return matrix
+
+    def select(self, sites: SitePatterns | None = None, statistics: Iterable[str] | None = None) -> Snapshot:
+        """A snapshot of some sites and statistics; what it does not hold is left out.
+
+        Args:
+            sites: patterns of the sites; ``None`` for all.
+            statistics: names; ``None`` for all.
+        """
+        heads = {site: count for site, count in self.heads.items() if sites is None or sites.match(site)}
+        names = self.statistics if statistics is None else tuple(n for n in statistics if n in self.statistics)
+        if heads == dict(self.heads) and names == self.statistics:
+            return self
+        rows = [self.statistics.index(name) for name in names]
+        columns = [column for site in heads for column in range(*self._columns(site).indices(self.values.shape[1]))]
+        return Snapshot(self.step, heads, names, self.values[rows][:, columns])
+
+    def to_dict(self) -> dict[str, dict[str, list[float | None]]]:
+        """The values as ``{site: {statistic: [value of each head]}}``, ready for JSON."""
+        return {site: {statistic: self[site, statistic] for statistic in self.statistics} for site in self.heads}
+
+    def table(self) -> str:
+        """The most extreme heads of every statistic, for printing."""
+        return _table(self)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        heads = sum(self.heads.values())
+        return f"Snapshot(step={self.step}, {len(self.heads)} sites, {heads} heads, statistics={list(self.statistics)})"
+
+    def _row(self, statistic: str) -> Tensor:
+        if statistic not in self.statistics:
+            raise KeyError(f"{statistic!r} is not in this snapshot, which holds {list(self.statistics)}")
+        return self.values[self.statistics.index(statistic)]
+
+    def _columns(self, site: str) -> slice:
+        if site not in self.heads:
+            raise KeyError(f"{site!r} is not in this snapshot, which holds the sites {list(self.heads)}")
+        start = 0
+        for name, heads in self.heads.items():
+            if name == site:
+                return slice(start, start + heads)
+            start += heads
+        raise AssertionError
+
+    def _of(self, site: str, statistic: str) -> Tensor:
+        return self._row(statistic)[self._columns(site)]
+
+    def _extreme(self, statistic: str, sign: int) -> HeadValue | None:
+        values = self._row(statistic)
+        if bool(values.isnan().all()):
+            return None
+        column = int((values * sign).nan_to_num(torch.inf).argmin())
+        value = float(values[column])
+        for site, heads in self.heads.items():
+            if column < heads:
+                return HeadValue(site, column, value)
+            column -= heads
+        raise AssertionError
+
+
+def _table(snapshot: Snapshot) -> str:
+    title = f"Attention at step {snapshot.step}: {len(snapshot.heads)} sites, {sum(snapshot.heads.values())} heads"
+    rows = [("statistic", "lowest", "in head", "mean", "highest", "in head")]
+    for statistic in snapshot.statistics:
+        summary, lowest, highest = snapshot.summary(statistic), snapshot.lowest(statistic), snapshot.highest(statistic)
+        if summary is None or lowest is None or highest is None:
+            rows.append((statistic, "–", "", "–", "–", ""))
+            continue
+        rows.append(
+            (
+                statistic,
+                f"{lowest.value:.4g}",
+                f"{lowest.site} #{lowest.head}",
+                f"{summary.mean:.4g}",
+                f"{highest.value:.4g}",
+                f"{highest.site} #{highest.head}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    alignments = "<><>><"
+    lines = [
+        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, alignments, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([title, *lines])

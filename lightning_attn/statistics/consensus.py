@@ -1,0 +1,51 @@
+"""How fast repeated attention would bring all tokens together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_attn.statistics.registry import register
+from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.statistic import Ratio, Statistic, mean_over_sequences
+
+
+@register
+class ConsensusRate(Statistic):
+    r"""Mean over sequences of :math:`1 - |\lambda_2|`, with the second largest eigenvalue of the attention matrix.
+
+    The matrix of a causal head is triangular, so that its eigenvalues are its diagonal: the first token's is 1, and the
+    rate is :math:`1 - \max_{j \ge 2} A_{jj}`. Absent where a query sees a later key.
+    """
+
+    name = "consensus_rate"
+    range = "0 … 1"
+    uniform = "causal: 1/2"
+    reading = "1: one step of this head makes all tokens equal; 0: some token never listens to the others."
+    source = "Rodríguez Abella et al. 2025 (ICML); Wu et al. 2025, arXiv:2502.01951"
+
+    def __init__(self, row_pass: RowPass) -> None:
+        super().__init__(row_pass)
+        self._second: Tensor | None = None
+        self._rows: Tensor | float = 0.0
+        self._looks_ahead: Tensor | bool = False
+
+    def add(self, rows: RowBlock) -> None:
+        """Look at the diagonal, the first token's aside."""
+        if not self.row_pass.call.is_square:
+            return
+        others_BHR = rows.present_BHR & (rows.number_R != self.row_pass.first_seen_BH1)
+        largest_BH = torch.where(others_BHR, rows.weight_on(rows.number_R), 0.0).amax(-1)
+        self._second = largest_BH if self._second is None else torch.maximum(self._second, largest_BH)
+        self._rows = self._rows + others_BHR.sum(-1)
+        self._looks_ahead = self._looks_ahead | rows.looks_ahead_BH
+
+    def result(self) -> Ratio:
+        """The rate of each sequence whose matrix is triangular and has a second token."""
+        call = self.row_pass.call
+        if self._second is None:
+            nothing_BH = torch.zeros(call.sequences, call.heads, device=call.query.device)
+            return mean_over_sequences(nothing_BH, nothing_BH > 0)
+        assert isinstance(self._rows, Tensor) and isinstance(self._looks_ahead, Tensor)
+        return mean_over_sequences(1 - self._second, (self._rows > 0) & ~self._looks_ahead)

@@ -1,0 +1,79 @@
+"""How widely a head spreads its weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_attn.statistics.registry import register
+from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.statistic import Ratio, RowMean
+
+
+def normalised_entropy(rows: RowBlock) -> Tensor:
+    """``H_i / log m_i`` of each row: 1 for uniform weights, whatever is visible."""
+    return rows.entropy_BHR / rows.visible_count_BHR.clamp(min=2).log()
+
+
+@register
+class Entropy(RowMean):
+    r"""Mean over rows of :math:`H_i / \log m_i`, with :math:`H_i = -\sum_j p_{ij} \log p_{ij}`."""
+
+    name = "entropy"
+    range = "0 … 1"
+    uniform = "1"
+    reading = (
+        "1: looks everywhere alike; 0: looks at one key. Falling towards 0 together with growing logits is collapse."
+    )
+    source = "Zhai et al. 2023, arXiv:2303.06296"
+
+    def values(self, rows: RowBlock) -> Tensor:
+        """Normalised entropy."""
+        return normalised_entropy(rows)
+
+
+@register
+class KLToUniform(RowMean):
+    r"""Mean over rows of :math:`\log m_i - H_i`, the divergence from uniform weights."""
+
+    name = "kl_to_uniform"
+    unit = "nats"
+    range = "≥ 0"
+    uniform = "0"
+    reading = "How far the head is from looking everywhere alike."
+
+    def values(self, rows: RowBlock) -> Tensor:
+        """Divergence of each row."""
+        return rows.visible_count_BHR.clamp(min=2).log() - rows.entropy_BHR
+
+
+@register
+class EntropyWithoutSink(RowMean):
+    """The entropy without the key that receives most weight in its sequence and head; what is left is renormalised.
+
+    Only the whole matrix tells which key that is, so the rows are walked over a second time.
+    """
+
+    name = "entropy_without_sink"
+    range = "0 … 1"
+    uniform = "1"
+    reading = "The entropy that matters in decoders, where healthy heads park weight on a sink."
+
+    _column_weight: Tensor | None = None
+
+    def values(self, rows: RowBlock) -> Tensor:
+        """Normalised entropy, of rows from which the sink is hidden."""
+        return normalised_entropy(rows)
+
+    def add(self, rows: RowBlock) -> None:
+        """Add up what each key receives."""
+        received_BHM = rows.column_weight_BHM
+        if self._column_weight is None:
+            self._column_weight = received_BHM.new_zeros(*received_BHM.shape[:2], self.row_pass.call.keys)
+        self._column_weight[..., : received_BHM.shape[-1]] += received_BHM
+
+    def result(self) -> Ratio:
+        """The two sums, over rows in which two keys remain."""
+        assert self._column_weight is not None
+        for rows in self.row_pass.blocks(without_key_BH1=self._column_weight.argmax(-1, keepdim=True)):
+            super().add(rows)
+        return super().result()

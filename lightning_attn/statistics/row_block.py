@@ -1,0 +1,245 @@
+"""Some rows of an attention matrix, with everything about them that statistics ask for.
+
+Shape suffixes as in `lightning_attn.capture.call`: B sequences, H query heads, K key heads, N queries, M keys, D width;
+and R: rows of the block. The M of a block is the number of its leading keys that any of its rows can see.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+#: Stands for the logit of a hidden key: finite, so that zero weight times it is zero, and below every real logit.
+_HIDDEN = -1e30
+
+
+class Workspace:
+    """Memory that the blocks of a pass use one after the other; a block spoils the one before it."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._buffers = [torch.empty(elements, device=device) for _ in range(3)]
+
+    def buffer(self, index: int, shape: tuple[int, ...]) -> Tensor:
+        """One of the buffers in a given shape, with anything in it."""
+        elements = 1
+        for size in shape:
+            elements *= size
+        return self._buffers[index][:elements].view(shape)
+
+
+class RowBlock:
+    """Rows ``start:stop`` of the attention matrix of some sequences and heads.
+
+    Everything is computed when it is first asked for. Logits, weights and what is derived from them are in float32. A
+    row is *present* if it has a visible key and finite logits and is no padding; the values of other rows mean nothing.
+
+    Args:
+        logits_BHRM: what enters the softmax, anything where a key is hidden. Overwritten.
+        visible: as `Visibility.rows` gives it.
+        start: number of the first row.
+        padding_BHR: rows that are no tokens; broadcasts. ``None`` where every row is one.
+        sink_logits_H1: one more logit per head, whose weight goes nowhere.
+        without_key_BH1: a key of each sequence and head that is hidden as well.
+        workspace: what the logits were computed in.
+    """
+
+    def __init__(
+        self,
+        logits_BHRM: Tensor,
+        visible: tuple[int, Tensor] | None,
+        start: int,
+        padding_BHR: Tensor | None,
+        sink_logits_H1: Tensor | None,
+        without_key_BH1: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        self.start = start
+        self.stop = start + logits_BHRM.shape[2]
+        self._shape = tuple(logits_BHRM.shape)
+        self._visible = visible
+        self._hidden = None if visible is None else ~visible[1]
+        self._padding_BHR = padding_BHR
+        self._sink_logits_H1 = sink_logits_H1
+        self._without_key_BH1 = without_key_BH1
+        self._workspace = workspace
+        self._logits_BHRM = self._hide(logits_BHRM, _HIDDEN)
+
+    def _hide(self, tensor_BHRM: Tensor, value: float) -> Tensor:
+        """Overwrite a tensor of the block's size where keys are hidden."""
+        if self._visible is not None and self._hidden is not None:
+            tensor_BHRM[..., self._visible[0] :].masked_fill_(self._hidden, value)
+        if self._without_key_BH1 is not None:
+            index_BHR1, within_BHR1 = self._index_of(self._without_key_BH1)
+            tensor_BHRM.scatter_(-1, index_BHR1, torch.where(within_BHR1, value, tensor_BHRM.gather(-1, index_BHR1)))
+        return tensor_BHRM
+
+    def _index_of(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """A key for each row, given as (B, H, R or 1), as an index for `gather`, and where the block has it."""
+        key_BHR1 = key.expand(self._shape[:3])[..., None]
+        return key_BHR1.clamp(max=self._shape[3] - 1), key_BHR1 < self._shape[3]
+
+    @cached_property
+    def visible_count_BHR(self) -> Tensor:
+        """Number of keys that each query sees, m_i."""
+        shape, keys = self._shape[:3], self._shape[3]
+        if self._visible is None:
+            count_BHR = self._logits_BHRM.new_full(shape, keys)
+        else:
+            first, visible = self._visible
+            if visible.shape[-1] == 1 and keys - first > 1:  # one value for every key
+                visible = visible.expand(*visible.shape[:-1], keys - first)
+            count_BHR = (visible.sum(-1, dtype=torch.float32) + first).expand(shape)
+        if self._without_key_BH1 is not None:
+            count_BHR = count_BHR - self.sees(self._without_key_BH1).float()
+        return count_BHR
+
+    @cached_property
+    def row_max_BHR(self) -> Tensor:
+        """Largest visible logit of each row."""
+        return self._logits_BHRM.amax(-1)
+
+    @cached_property
+    def gap_BHRM(self) -> Tensor:
+        """Logit minus the row's largest one: 0 or less, and 0 where a key is hidden."""
+        return self._gap_and_exponentials[0]
+
+    @cached_property
+    def exponentials_BHRM(self) -> Tensor:
+        """``exp(gap)``, and 0 where a key is hidden. The weights are these over `total_BHR`."""
+        return self._gap_and_exponentials[1]
+
+    @cached_property
+    def _gap_and_exponentials(self) -> tuple[Tensor, Tensor]:
+        gap_BHRM = self._logits_BHRM.sub_(self.row_max_BHR[..., None])
+        exponentials_BHRM = torch.exp(gap_BHRM, out=self._workspace.buffer(1, self._shape))
+        if self._visible is not None or self._without_key_BH1 is not None:
+            self._hide(gap_BHRM, 0.0)
+            # A row without a visible key has its largest "logit" at the hidden ones.
+            self._hide(exponentials_BHRM, 0.0)
+        return gap_BHRM, exponentials_BHRM
+
+    @cached_property
+    def exponential_sum_BHR(self) -> Tensor:
+        """Sum of the exponentials of the visible keys; at least 1."""
+        return self.exponentials_BHRM.sum(-1)
+
+    @cached_property
+    def total_BHR(self) -> Tensor:
+        """What the exponentials are divided by: their sum, and the exponential of a learned sink logit."""
+        if self._sink_logits_H1 is None:
+            return self.exponential_sum_BHR
+        return self.exponential_sum_BHR + torch.exp(self._sink_logits_H1 - self.row_max_BHR)
+
+    @cached_property
+    def _gap_sum_BHR(self) -> Tensor:
+        return self.gap_BHRM.sum(-1)
+
+    @cached_property
+    def finite_BHR(self) -> Tensor:
+        """Rows in which no visible logit is infinite or NaN."""
+        return self.row_max_BHR.isfinite() & self._gap_sum_BHR.isfinite()
+
+    @cached_property
+    def queries_BHR(self) -> Tensor:
+        """Rows that belong to a token: all but padding."""
+        if self._padding_BHR is None:
+            return torch.ones_like(self.row_max_BHR, dtype=torch.bool)
+        return (~self._padding_BHR).expand_as(self.row_max_BHR)
+
+    @cached_property
+    def present_BHR(self) -> Tensor:
+        """Rows that have a distribution: a visible key, finite logits, no padding."""
+        return self.finite_BHR & self.queries_BHR & (self.visible_count_BHR >= 1)
+
+    @cached_property
+    def spread_out_BHR(self) -> Tensor:
+        """Present rows with at least two visible keys: the others have no choice, so they tell nothing."""
+        return self.present_BHR & (self.visible_count_BHR >= 2)
+
+    @cached_property
+    def entropy_BHR(self) -> Tensor:
+        """Entropy of each row over its visible keys in nats.
+
+        It is ``log(sum e^gap) - sum p gap``: two terms that are not negative, so that nothing cancels where rows are
+        sharp.
+        """
+        products_BHRM = self._scratch(torch.mul, self.exponentials_BHRM, self.gap_BHRM)
+        return self.exponential_sum_BHR.log() - products_BHRM.sum(-1) / self.exponential_sum_BHR
+
+    @cached_property
+    def logit_std_BHR(self) -> Tensor:
+        """Population standard deviation of the visible logits of each row."""
+        count_BHR = self.visible_count_BHR.clamp(min=1)
+        centred_BHRM = self._scratch(torch.sub, self.gap_BHRM, (self._gap_sum_BHR / count_BHR)[..., None])
+        self._hide(centred_BHRM, 0.0)
+        deviation_BHR: Tensor = torch.linalg.vector_norm(centred_BHRM, dim=-1)
+        return deviation_BHR / count_BHR.sqrt()
+
+    @cached_property
+    def weight_max_BHR(self) -> Tensor:
+        """Largest weight of each row."""
+        return 1 / self.total_BHR
+
+    def weight_on(self, key: Tensor) -> Tensor:
+        """The weight that each row gives to one key.
+
+        Args:
+            key: number of the key for each row, or one for each sequence and head; broadcasts to (B, H, R).
+
+        Returns:
+            (B, H, R); zero for a key that is hidden from the row.
+        """
+        index_BHR1, within_BHR1 = self._index_of(key)
+        exponential_BHR1 = torch.where(within_BHR1, self.exponentials_BHRM.gather(-1, index_BHR1), 0.0)
+        return exponential_BHR1[..., 0] / self.total_BHR
+
+    def sees(self, key: Tensor) -> Tensor:
+        """Whether each row may see one key; shapes as in `weight_on`."""
+        index_BHR1, within_BHR1 = self._index_of(key)
+        if self._visible is None:
+            return within_BHR1[..., 0]
+        first, visible = self._visible
+        visible_BHRM = visible.expand(*self._shape[:3], self._shape[3] - first)
+        told_BHR1 = visible_BHRM.gather(-1, (index_BHR1 - first).clamp(min=0))
+        return (within_BHR1 & (told_BHR1 | (index_BHR1 < first)))[..., 0]
+
+    @cached_property
+    def number_R(self) -> Tensor:
+        """The number of each row."""
+        return torch.arange(self.start, self.stop, device=self._logits_BHRM.device)
+
+    @cached_property
+    def looks_ahead_BH(self) -> Tensor:
+        """Whether a query of the block sees a key that comes after it."""
+        batch, heads, _, keys = self._shape
+        device = self._logits_BHRM.device
+        if self._visible is None:
+            return torch.full((batch, heads), keys > self.start + 1, device=device)
+        first, visible = self._visible
+        after_RM = torch.arange(first, keys, device=device) > self.number_R[:, None]
+        return (visible & after_RM).flatten(2).any(-1).expand(batch, heads) | (first > self.start + 1)
+
+    @cached_property
+    def column_weight_BHM(self) -> Tensor:
+        """The weight that each key receives from the present rows of the block."""
+        share_BHR = torch.where(self.present_BHR, 1 / self.total_BHR, 0.0)
+        finite_BHRM = self._scratch(torch.nan_to_num, self.exponentials_BHRM)  # absent rows: zero times NaN is NaN
+        return torch.matmul(share_BHR[:, :, None, :], finite_BHRM)[:, :, 0, :]
+
+    @cached_property
+    def square_sum_BHR(self) -> Tensor:
+        """Sum of the squared weights of each row."""
+        norm_BHR: Tensor = torch.linalg.vector_norm(self.exponentials_BHRM, dim=-1)
+        return (norm_BHR / self.total_BHR).square()
+
+    @cached_property
+    def weights_BHRM(self) -> Tensor:
+        """The attention weights themselves; zero in rows that are not present."""
+        return torch.where(self.present_BHR[..., None], self.exponentials_BHRM / self.total_BHR[..., None], 0.0)
+
+    def _scratch(self, function: object, *arguments: Tensor) -> Tensor:
+        """Compute something of the block's size in the third buffer, where it lasts until the next such call."""
+        buffer = self._workspace.buffer(2, self._shape)
+        return function(*arguments, out=buffer)  # type: ignore[operator, no-any-return]

@@ -1,0 +1,23 @@
+"""How close rows are to looking at one key only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_attn.statistics.registry import register
+from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.statistic import RowMean
+
+
+@register
+class MaxWeight(RowMean):
+    r"""Mean over rows of :math:`\max_j p_{ij}`."""
+
+    name = "max_weight"
+    range = "0 … 1"
+    uniform = "mean of 1 / m_i"
+    reading = "1: every query looks at a single key, through which alone gradients flow."
+
+    def values(self, rows: RowBlock) -> Tensor:
+        """Largest weight of each row."""
+        return rows.weight_max_BHR

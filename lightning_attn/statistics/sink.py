@@ -1,0 +1,71 @@
+"""Weight parked on the first key, where healthy decoders put what they have no use for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_attn.statistics.registry import register
+from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.statistic import Ratio, RowMean, Statistic, mean_over_sequences
+
+#: Importance above which a key is a sink, and the length from which that means anything: uniform causal attention over
+#: nine keys is above it already.
+SINK_THRESHOLD = 0.3
+MIN_KEYS = 10
+
+
+@register
+class SinkStrength(RowMean):
+    """Mean weight on the first visible key, by the queries that can see it and are not it."""
+
+    name = "sink_strength"
+    range = "0 … 1"
+    uniform = "causal: (H_n − 1) / (n − 1)"
+    reading = "Near 1: the head does nothing most of the time, which is common and harmless in trained decoders."
+    source = "Gu et al. 2025, arXiv:2410.10781"
+
+    def values(self, rows: RowBlock) -> Tensor:
+        """Weight on the first visible key."""
+        return rows.weight_on(self.row_pass.first_seen_BH1)
+
+    def counted(self, rows: RowBlock) -> Tensor:
+        """Queries that see the key and are another token."""
+        counted_BHR = rows.present_BHR & rows.sees(self.row_pass.first_seen_BH1)
+        if self.row_pass.call.self_attention:
+            counted_BHR = counted_BHR & (rows.number_R != self.row_pass.first_seen_BH1)
+        return counted_BHR
+
+
+@register
+class SinkRate(Statistic):
+    """Share of sequences in which the first visible key receives more than 0.3 from the queries that see it.
+
+    The key's own query is among them; sequences of fewer than ten visible keys are left out.
+    """
+
+    name = "sink_rate"
+    range = "0 … 1"
+    uniform = "0"
+    reading = "How often the head has a sink. Compare at one sequence length only."
+    source = "Gu et al. 2025, arXiv:2410.10781"
+
+    def __init__(self, row_pass: RowPass) -> None:
+        super().__init__(row_pass)
+        self._weight: Tensor | float = 0.0
+        self._queries: Tensor | float = 0.0
+
+    def add(self, rows: RowBlock) -> None:
+        """Add up what the first visible key receives."""
+        first_BH1 = self.row_pass.first_seen_BH1
+        counted_BHR = rows.present_BHR & rows.sees(first_BH1)
+        self._weight = self._weight + torch.where(counted_BHR, rows.weight_on(first_BH1), 0.0).sum(-1)
+        self._queries = self._queries + counted_BHR.sum(-1)
+
+    def result(self) -> Ratio:
+        """1 for each sequence that has a sink."""
+        assert isinstance(self._weight, Tensor) and isinstance(self._queries, Tensor)
+        importance_BH = self._weight / self._queries.clamp(min=1)
+        long_enough_BH = (self.row_pass.seen_BHM.sum(-1) >= MIN_KEYS).expand_as(importance_BH)
+        return mean_over_sequences((importance_BH > SINK_THRESHOLD).float(), long_enough_BH & (self._queries > 0))
