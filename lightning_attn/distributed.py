@@ -26,6 +26,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def is_rank_zero() -> bool:
+    """Whether this process is the one that speaks for all."""
+    return world_size() == 1 or dist.get_rank() == 0
+
+
 class _Signals(NamedTuple):
     unknown_site: bool
     failed: set[str]

@@ -13,7 +13,7 @@ from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.reader import UnreadableError
 from lightning_attn.capture.report import warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
-from lightning_attn.distributed import RankReduction
+from lightning_attn.distributed import RankReduction, is_rank_zero
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.measure import Sums, joined, measure
@@ -32,6 +32,7 @@ class AttentionObserver:
         max_sequences: look at the first so many sequences of each call; ``None`` for all.
         spectral_sequences: of those, the first so many for the spectral statistics, which cost more; ``None`` for all.
         strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
+        device: where ranks exchange their sums; by default where the model's first parameter is.
 
     Raises:
         ValueError: if a pattern matches no module, a statistic is unknown, or a number of sequences is not positive.
@@ -54,12 +55,14 @@ class AttentionObserver:
         max_sequences: int | None = None,
         spectral_sequences: int | None = 1,
         strict: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         #: What is wanted of it. May be replaced between two snapshots.
         self.request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
         self.request.sites.check(SiteNames(model))
         #: What is watched.
         self.model = model
+        self._device = device
         self._capture: Capture | None = None
         self._sums: dict[str, Sums] = {}
         self._saw_attention = False
@@ -96,22 +99,18 @@ class AttentionObserver:
             step: the optimiser step, which the snapshot carries.
         """
         found, self._sums = self._sums, {}
-        sums = self._reduction(found, self.request.statistics, self._quiet, self._device)
+        device = self._device or next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        sums = self._reduction(found, self.request.statistics, self._quiet, device)
         if not (sums or self._quiet or self._saw_attention):
             self._saw_attention = True  # said once
-            warn_of_nothing(self.model, self.request.sites)
+            if is_rank_zero():
+                warn_of_nothing(self.model, self.request.sites)
         self._saw_attention |= bool(sums)
         return Snapshot.from_sums(step, sums, self.request.names)
 
     def forget(self) -> None:
         """Drop what was seen since the last snapshot."""
         self._sums = {}
-
-    @property
-    def _device(self) -> torch.device:
-        """Where the ranks meet; the collectives of an accelerator's backend need its memory."""
-        parameter = next(self.model.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
 
     def _take(self, call: AttentionCall) -> None:
         found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)

@@ -50,7 +50,7 @@ class CaptureSession:
             return
         self._request, self._snapshot = request, None
         if self._observer is None or self._observer.model is not model:
-            self._observer = AttentionObserver(model)
+            self._observer = AttentionObserver(model, device=trainer.strategy.root_device)
         self._watch(trainer, step, self._observer)
 
     def collect(self, step: int) -> Snapshot:

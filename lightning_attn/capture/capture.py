@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.isolation import in_backward, in_function_transform, isolated
+from lightning_attn.capture.isolation import eager, in_backward, in_function_transform, isolated
 from lightning_attn.capture.reader import Reader, Sampling, UnreadableError, readers
 from lightning_attn.capture.report import AttentionWarning, describe_fault
 from lightning_attn.capture.sites import ROOT, SiteNames, SitePatterns
@@ -21,6 +21,8 @@ from lightning_attn.capture.sites import ROOT, SiteNames, SitePatterns
 
 class Capture:
     """Hands every attention call of a model to a receiver while the block runs; the model notices nothing.
+
+    Compiled modules run eagerly inside the block.
 
     The receiver runs in the middle of the forward pass, isolated from it. A fault in reading a call or in the receiver
     is reported once per site with its cause; the site is then left alone, and the forward pass goes on.
@@ -62,6 +64,7 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
+        self._running.enter_context(eager())
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self

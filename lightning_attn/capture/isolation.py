@@ -7,6 +7,7 @@ torch that are not public are used here and nowhere else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import cast
@@ -75,6 +76,17 @@ def _full_precision_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def eager() -> AbstractContextManager[object]:
+    """Run compiled modules eagerly inside the block; their compiled code is used again after it, without a recompilation.
+
+    A compiled module calls its attention from a graph, where nothing can be seen; and one that is compiled while
+    something watches would have the watching compiled into it.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes seconds
+        return nullcontext()
+    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
 def in_backward() -> bool:

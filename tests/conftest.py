@@ -1,0 +1,18 @@
+"""Every test begins with the same random numbers and leaves no mode behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# The models of the tests are too small to be shared between threads.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_and_no_mode_left() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    assert torch._C._len_torch_function_stack() == 0, "a torch function mode was left on"
