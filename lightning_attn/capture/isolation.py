@@ -79,7 +79,7 @@ def _full_precision_products() -> Iterator[None]:
 
 
 def eager() -> AbstractContextManager[object]:
-    """Run compiled modules eagerly inside the block; their compiled code is used again after it, without a recompilation.
+    """Run compiled modules eagerly inside the block; their compiled code is used again after it, as it was.
 
     A compiled module calls its attention from a graph, where nothing can be seen; and one that is compiled while
     something watches would have the watching compiled into it.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.statistics.row_pass import passes
+from lightning_attn.statistics.row_pass import RowPass, passes
 from lightning_attn.statistics.statistic import Maximum, Ratio, Statistic, wide
 
 #: The sums or the maximum of each statistic, by name, with one entry per head.
@@ -33,18 +33,20 @@ def measure(
     Returns:
         Sums over sequences, of shape (H,).
     """
-    sums = _measure(call, [statistic for statistic in statistics if not statistic.is_spectral], block_bytes)
+    one_walk = [statistic for statistic in statistics if not statistic.is_spectral]
     spectral = [statistic for statistic in statistics if statistic.is_spectral]
-    return sums | _measure(call.select(slice(spectral_sequences)), spectral, block_bytes)
+    sums = _measure(call, one_walk, passes(call, block_bytes))
+    sampled = call.select(slice(spectral_sequences))
+    return sums | _measure(sampled, spectral, passes(sampled, block_bytes, whole_matrices=True))
 
 
-def _measure(call: AttentionCall, statistics: Sequence[type[Statistic]], block_bytes: int | None) -> Sums:
+def _measure(call: AttentionCall, statistics: Sequence[type[Statistic]], row_passes: Iterable[RowPass]) -> Sums:
     if not statistics:
         return {}
     sums = {statistic.name: nothing(statistic, call.heads, call.query.device) for statistic in statistics}
     if 0 in (call.sequences, call.queries, call.keys):
         return sums
-    for row_pass in passes(call, block_bytes):
+    for row_pass in row_passes:
         measurements = [statistic(row_pass) for statistic in statistics]
         for rows in row_pass.blocks():
             for measurement in measurements:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 #: Stands for the logit of a hidden key: finite, so that zero weight times it is zero, and below every real logit.
 _HIDDEN = -1e30
+#: Smaller gaps are taken for this one. Its exponential is the smallest normal number: less than that is nothing beside
+#: the row's largest weight, and computing it takes a CPU fifty times as long.
+_SMALLEST_GAP = -87.0
 
 
 class Workspace:
@@ -59,20 +62,36 @@ class RowBlock:
         self.stop = start + logits_BHRM.shape[2]
         self._shape = tuple(logits_BHRM.shape)
         self._visible = visible
-        self._hidden = None if visible is None else ~visible[1]
         self._padding_BHR = padding_BHR
         self._sink_logits_H1 = sink_logits_H1
         self._without_key_BH1 = without_key_BH1
         self._workspace = workspace
-        self._logits_BHRM = self._hide(logits_BHRM, _HIDDEN)
+        self._kept = None if visible is None else visible[1].float()
+        self._logits_BHRM = logits_BHRM
+        self._hide()
 
-    def _hide(self, tensor_BHRM: Tensor, value: float) -> Tensor:
-        """Overwrite a tensor of the block's size where keys are hidden."""
-        if self._visible is not None and self._hidden is not None:
-            tensor_BHRM[..., self._visible[0] :].masked_fill_(self._hidden, value)
+    # Filling under a boolean mask takes ten times as long on a CPU as the arithmetic that does the same here.
+
+    def _hide(self) -> None:
+        """Give hidden keys the logit that stands for them, whatever theirs is: NaN or infinite as well."""
+        if self._visible is not None:
+            first, visible = self._visible
+            unsure_BHRM = self._logits_BHRM[..., first:]
+            unsure_BHRM.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            torch.minimum(unsure_BHRM, torch.where(visible, torch.inf, _HIDDEN), out=unsure_BHRM)
+        self._overwrite_removed(self._logits_BHRM, _HIDDEN)
+
+    def _clear(self, tensor_BHRM: Tensor) -> Tensor:
+        """Set a tensor of the block's size to zero where keys are hidden."""
+        if self._visible is not None and self._kept is not None:
+            tensor_BHRM[..., self._visible[0] :].mul_(self._kept)
+        return self._overwrite_removed(tensor_BHRM, 0.0)
+
+    def _overwrite_removed(self, tensor_BHRM: Tensor, value: float) -> Tensor:
         if self._without_key_BH1 is not None:
             index_BHR1, within_BHR1 = self._index_of(self._without_key_BH1)
-            tensor_BHRM.scatter_(-1, index_BHR1, torch.where(within_BHR1, value, tensor_BHRM.gather(-1, index_BHR1)))
+            kept_BHR1 = torch.where(within_BHR1, value, tensor_BHRM.gather(-1, index_BHR1))
+            tensor_BHRM.scatter_(-1, index_BHR1, kept_BHR1)
         return tensor_BHRM
 
     def _index_of(self, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,13 +131,9 @@ class RowBlock:
 
     @cached_property
     def _gap_and_exponentials(self) -> tuple[Tensor, Tensor]:
-        gap_BHRM = self._logits_BHRM.sub_(self.row_max_BHR[..., None])
-        exponentials_BHRM = torch.exp(gap_BHRM, out=self._workspace.buffer(1, self._shape))
-        if self._visible is not None or self._without_key_BH1 is not None:
-            self._hide(gap_BHRM, 0.0)
-            # A row without a visible key has its largest "logit" at the hidden ones.
-            self._hide(exponentials_BHRM, 0.0)
-        return gap_BHRM, exponentials_BHRM
+        gap_BHRM = self._clear(self._logits_BHRM.sub_(self.row_max_BHR[..., None]))
+        exponentials_BHRM = torch.clamp(gap_BHRM, min=_SMALLEST_GAP, out=self._workspace.buffer(1, self._shape)).exp_()
+        return gap_BHRM, self._clear(exponentials_BHRM)
 
     @cached_property
     def exponential_sum_BHR(self) -> Tensor:
@@ -173,7 +188,7 @@ class RowBlock:
         """Population standard deviation of the visible logits of each row."""
         count_BHR = self.visible_count_BHR.clamp(min=1)
         centred_BHRM = self._scratch(torch.sub, self.gap_BHRM, (self._gap_sum_BHR / count_BHR)[..., None])
-        self._hide(centred_BHRM, 0.0)
+        self._clear(centred_BHRM)
         deviation_BHR: Tensor = torch.linalg.vector_norm(centred_BHRM, dim=-1)
         return deviation_BHR / count_BHR.sqrt()
 
@@ -234,10 +249,11 @@ class RowBlock:
         norm_BHR: Tensor = torch.linalg.vector_norm(self.exponentials_BHRM, dim=-1)
         return (norm_BHR / self.total_BHR).square()
 
-    @cached_property
+    @property
     def weights_BHRM(self) -> Tensor:
-        """The attention weights themselves; zero in rows that are not present."""
-        return torch.where(self.present_BHR[..., None], self.exponentials_BHRM / self.total_BHR[..., None], 0.0)
+        """The attention weights themselves, zero in absent rows; lost when the block is asked for more."""
+        weights_BHRM = self._scratch(torch.mul, self.exponentials_BHRM, (1 / self.total_BHR)[..., None])
+        return weights_BHRM.masked_fill_(~self.present_BHR[..., None], 0.0)
 
     def _scratch(self, function: object, *arguments: Tensor) -> Tensor:
         """Compute something of the block's size in the third buffer, where it lasts until the next such call."""

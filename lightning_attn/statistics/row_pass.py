@@ -19,7 +19,8 @@ from lightning_attn.statistics.row_block import RowBlock, Workspace
 #: Size of one of the three buffers of a pass. Small ones stay in a CPU's cache; large ones keep an accelerator busy.
 BLOCK_BYTES = {"cpu": 4 * 2**20}
 BLOCK_BYTES_ELSEWHERE = 32 * 2**20
-_MIN_ROWS = 16
+#: Blocks of few rows suit causality, which shortens each block to what its last row sees; matrix products want some.
+_MIN_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class RowPass:
         return max(
             1, min(self.call.queries, self.block_elements // (self.call.sequences * self.call.heads * self.call.keys))
         )
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether one block holds all rows."""
+        return self._rows_per_block >= self.call.queries
 
     @cached_property
     def _workspace(self) -> Workspace:
@@ -129,13 +135,15 @@ class RowPass:
         )
 
 
-def passes(call: AttentionCall, block_bytes: int | None = None) -> Iterator[RowPass]:
+def passes(call: AttentionCall, block_bytes: int | None = None, *, whole_matrices: bool = False) -> Iterator[RowPass]:
     """Divide a call into passes over as many sequences and heads as fit a block of useful size.
 
     Args:
         call: the call.
         block_bytes: the memory that a block of logits may take; the default depends on the device. A single row of one
             group of heads is always allowed.
+        whole_matrices: have few heads with all their rows in a block rather than many heads with some of them, where
+            that fits.
 
     Yields:
         Passes that together cover every sequence and head once, ordered by sequence and then by head.
@@ -145,7 +153,9 @@ def passes(call: AttentionCall, block_bytes: int | None = None) -> Iterator[RowP
     elements = block_bytes // 4
     key_heads = call.key.shape[1]
     rows = min(call.queries, _MIN_ROWS)
-    sequences = max(1, elements // max(1, call.heads * call.queries * call.keys))
+    if whole_matrices and call.group * call.queries * call.keys <= elements:
+        rows = call.queries
+    sequences = max(1, elements // max(1, call.heads * rows * call.keys))
     heads = max(1, min(key_heads, elements // max(1, call.group * rows * call.keys)))
     for sequence in range(0, call.sequences, sequences):
         for head in range(0, key_heads, heads):

@@ -1,62 +1,101 @@
-"""The largest singular value of an attention matrix that is never written down.
+"""The largest singular value of an attention matrix that need not be written down.
 
 Shape suffixes as in `lightning_attn.statistics.row_block`, and V: vectors of a block, S: vectors of a subspace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from lightning_attn.statistics.row_pass import RowPass
 
-#: Matrices with at most so many rows or columns are written down: their spectrum costs less than an iteration.
-DENSE_SIZE = 128
-#: The subspace is spanned by so many powers of A^T A, applied to so many vectors.
-_POWERS = 6
+#: A^T A or A A^T is decomposed if it has at most so many rows: that costs less than an iteration.
+_DECOMPOSED_SIZE = 128
+#: The subspace is spanned by powers of A^T A applied to so many vectors: at most so many powers, and fewer where one
+#: more raises the result by less than the tolerance.
 _VECTORS = 12
+_POWERS = 8
+_TOLERANCE = 1e-4
 
 
 def largest_singular_value_squared(row_pass: RowPass) -> Tensor:
     r"""The square of :math:`\|A\|_2` of each sequence and head; absent rows count as zero.
 
-    Small matrices are written down. Otherwise it is the largest Ritz value of :math:`A^\top A` in the Krylov space of a
-    block of vectors, :math:`\mathrm{span}(X, A^\top A X, (A^\top A)^2 X, \dots)`, where each power is one more walk
-    over the rows. It is never above the true value, and is below it by less than 1e-3 of it.
+    Large matrices have the largest Ritz value of :math:`A^\top A` in the Krylov space of a block of vectors,
+    :math:`\mathrm{span}(X, A^\top A X, (A^\top A)^2 X, \dots)`, which is never above the true value. Each power is one
+    walk over the rows.
 
     Returns:
         (B, H) in float32.
     """
-    call = row_pass.call
-    if min(call.queries, call.keys) <= DENSE_SIZE:
-        return _of_dense(row_pass)
+    weights = _Weights(row_pass)
+    if row_pass.call.keys <= _DECOMPOSED_SIZE:
+        return _largest_eigenvalue(weights.gram())
+    if row_pass.call.queries <= _DECOMPOSED_SIZE and row_pass.is_one_block:
+        (weights_BHRM,) = weights
+        return _largest_eigenvalue(weights_BHRM @ weights_BHRM.transpose(-1, -2))
+    return _krylov(weights)
+
+
+class _Weights:
+    """The attention matrix in blocks of rows, walked over again and again; written down where it is one block."""
+
+    def __init__(self, row_pass: RowPass) -> None:
+        self.call = row_pass.call
+        self._row_pass = row_pass
+        self._single: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self._row_pass.is_one_block:
+            yield from (rows.weights_BHRM for rows in self._row_pass.blocks())
+            return
+        if self._single is None:
+            (self._single,) = (rows.weights_BHRM for rows in self._row_pass.blocks())
+        yield self._single
+
+    def gram(self) -> Tensor:
+        """``A^T A``."""
+        gram_BHMM = self._zeros(self.call.keys)
+        for weights_BHRM in self:
+            keys = weights_BHRM.shape[-1]
+            gram_BHMM[..., :keys, :keys] += weights_BHRM.transpose(-1, -2) @ weights_BHRM
+        return gram_BHMM
+
+    def gram_times(self, vectors_BHMV: Tensor) -> Tensor:
+        """``A^T A X``."""
+        product_BHMV = self._zeros(vectors_BHMV.shape[-1])
+        for weights_BHRM in self:
+            keys = weights_BHRM.shape[-1]
+            product_BHMV[..., :keys, :] += weights_BHRM.transpose(-1, -2) @ (weights_BHRM @ vectors_BHMV[..., :keys, :])
+        return product_BHMV
+
+    def _zeros(self, columns: int) -> Tensor:
+        call = self.call
+        return torch.zeros(call.sequences, call.heads, call.keys, columns, device=call.query.device)
+
+
+def _krylov(weights: _Weights) -> Tensor:
+    call = weights.call
     block_BHMV = _starting_vectors(call.keys, call.query.device).expand(call.sequences, call.heads, -1, -1)
-    basis: list[Tensor] = []
+    basis_BHMS = images_BHMS = block_BHMV[..., :0]
+    largest_BH = torch.zeros(call.sequences, call.heads, device=call.query.device)
     for _ in range(_POWERS):
-        block_BHMV = _orthonormal_to(basis, block_BHMV)
-        basis.append(block_BHMV)
-        block_BHMV = _gram_times(row_pass, block_BHMV)
-    return _largest_eigenvalue(_projected_gram(row_pass, torch.cat(basis, dim=-1)))
-
-
-def _of_dense(row_pass: RowPass) -> Tensor:
-    call = row_pass.call
-    weights_BHNM = call.query.new_zeros(call.sequences, call.heads, call.queries, call.keys, dtype=torch.float32)
-    for rows in row_pass.blocks():
-        weights_BHRM = rows.weights_BHRM
-        weights_BHNM[:, :, rows.start : rows.stop, : weights_BHRM.shape[-1]] = weights_BHRM
-    if call.queries < call.keys:
-        weights_BHNM = weights_BHNM.transpose(-1, -2)
-    return _largest_eigenvalue(weights_BHNM.transpose(-1, -2) @ weights_BHNM)
-
-
-def _largest_eigenvalue(symmetric_BHSS: Tensor) -> Tensor:
-    eigenvalues_BHS: Tensor = torch.linalg.eigvalsh(symmetric_BHSS)
-    return eigenvalues_BHS[..., -1]
+        block_BHMV = _orthonormal(block_BHMV, basis_BHMS)
+        image_BHMV = weights.gram_times(block_BHMV)
+        basis_BHMS = torch.cat([basis_BHMS, block_BHMV], dim=-1)
+        images_BHMS = torch.cat([images_BHMS, image_BHMV], dim=-1)
+        before_BH, largest_BH = largest_BH, _largest_eigenvalue(basis_BHMS.transpose(-1, -2) @ images_BHMS)
+        if bool((largest_BH - before_BH <= _TOLERANCE * largest_BH).all()):
+            break
+        block_BHMV = image_BHMV
+    return largest_BH
 
 
 def _starting_vectors(keys: int, device: torch.device) -> Tensor:
-    """Vectors that no matrix is likely to be blind to, the same every time and without touching the global generator.
+    """Vectors that no matrix is likely to be blind to, always the same, without a draw from the global generator.
 
     The first is constant: weights are not negative, so their leading singular vector is not orthogonal to it.
     """
@@ -66,31 +105,14 @@ def _starting_vectors(keys: int, device: torch.device) -> Tensor:
     return vectors_MV.to(device)
 
 
-def _orthonormal_to(basis: list[Tensor], block_BHMV: Tensor) -> Tensor:
-    """An orthonormal basis of what a block adds to the blocks before it; twice, as once leaves rounding behind."""
+def _orthonormal(block_BHMV: Tensor, basis_BHMS: Tensor) -> Tensor:
+    """An orthonormal basis of what a block adds to a subspace; twice, as once leaves rounding behind."""
     for _ in range(2):
-        for known_BHMV in basis:
-            block_BHMV = block_BHMV - known_BHMV @ (known_BHMV.transpose(-1, -2) @ block_BHMV)
+        block_BHMV = block_BHMV - basis_BHMS @ (basis_BHMS.transpose(-1, -2) @ block_BHMV)
         block_BHMV = torch.linalg.qr(block_BHMV).Q
     return block_BHMV
 
 
-def _gram_times(row_pass: RowPass, vectors_BHMV: Tensor) -> Tensor:
-    """``A^T A X`` in one walk over the rows."""
-    product_BHMV = torch.zeros_like(vectors_BHMV, memory_format=torch.contiguous_format)
-    for rows in row_pass.blocks():
-        weights_BHRM = rows.weights_BHRM
-        keys = weights_BHRM.shape[-1]
-        product_BHMV[:, :, :keys] += weights_BHRM.transpose(-1, -2) @ (weights_BHRM @ vectors_BHMV[:, :, :keys])
-    return product_BHMV
-
-
-def _projected_gram(row_pass: RowPass, vectors_BHMS: Tensor) -> Tensor:
-    """``(A X)^T (A X)`` in one walk over the rows."""
-    size = vectors_BHMS.shape[-1]
-    gram_BHSS = vectors_BHMS.new_zeros(*vectors_BHMS.shape[:2], size, size)
-    for rows in row_pass.blocks():
-        weights_BHRM = rows.weights_BHRM
-        image_BHRS = weights_BHRM @ vectors_BHMS[:, :, : weights_BHRM.shape[-1]]
-        gram_BHSS += image_BHRS.transpose(-1, -2) @ image_BHRS
-    return gram_BHSS
+def _largest_eigenvalue(symmetric_BHSS: Tensor) -> Tensor:
+    eigenvalues_BHS: Tensor = torch.linalg.eigvalsh(symmetric_BHSS)
+    return eigenvalues_BHS[..., -1]
