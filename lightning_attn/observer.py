@@ -11,7 +11,7 @@ from torch import nn
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.reader import UnreadableError
-from lightning_attn.capture.report import warn_of_nothing
+from lightning_attn.capture.report import SiteFaults, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.distributed import RankReduction, is_rank_zero
 from lightning_attn.request import Request
@@ -66,7 +66,7 @@ class AttentionObserver:
         self._capture: Capture | None = None
         self._sums: dict[str, Sums] = {}
         self._saw_attention = False
-        self._quiet: set[str] = set()
+        self._faults = SiteFaults()
         self._reduction = RankReduction()
 
     def __enter__(self) -> AttentionObserver:
@@ -78,7 +78,7 @@ class AttentionObserver:
             sites=self.request.sites,
             max_sequences=self.request.max_sequences,
             strict=self.request.strict,
-            quiet=self._quiet,
+            faults=self._faults,
         )
         self._capture.__enter__()
         return self
@@ -99,9 +99,8 @@ class AttentionObserver:
             step: the optimiser step, which the snapshot carries.
         """
         found, self._sums = self._sums, {}
-        device = self._device or next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        sums = self._reduction(found, self.request.statistics, self._quiet, device)
-        if not (sums or self._quiet or self._saw_attention):
+        sums = self._reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
+        if not (sums or self._faults.reported or self._saw_attention):
             self._saw_attention = True  # said once
             if is_rank_zero():
                 warn_of_nothing(self.model, self.request.sites)
@@ -111,6 +110,10 @@ class AttentionObserver:
     def forget(self) -> None:
         """Drop what was seen since the last snapshot."""
         self._sums = {}
+
+    def _model_device(self) -> torch.device:
+        devices = (parameter.device for parameter in self.model.parameters())
+        return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
     def _take(self, call: AttentionCall) -> None:
         found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)

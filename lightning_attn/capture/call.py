@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,6 +157,21 @@ class AttentionCall:
             sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
         )
 
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionCall:
+        """The call with every tensor replaced by what a function makes of it."""
+
+        def mapped(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
+
+        return replace(
+            self,
+            query=function(self.query),
+            key=function(self.key),
+            value=mapped(self.value),
+            visibility=replace(self.visibility, mask=mapped(self.visibility.mask), bias=mapped(self.visibility.bias)),
+            sink_logits=mapped(self.sink_logits),
+        )
+
     def logits(self) -> tuple[Tensor, Tensor]:
         """What enters the softmax, whole: for looking at short sequences.
 
@@ -168,7 +184,7 @@ class AttentionCall:
         if self.soft_cap is not None:
             logits_BHNM = self.soft_cap * torch.tanh(logits_BHNM / self.soft_cap)
         if self.visibility.bias is not None:
-            logits_BHNM = logits_BHNM + self.visibility.bias
+            logits_BHNM = logits_BHNM + self.visibility.bias.float()
         visible_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool)
         rows = self.visibility.rows(0, self.queries, self.keys, self.query.device)
         if rows is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.isolation import eager, in_backward, in_function_transform, isolated
+from lightning_attn.capture.isolation import device_of, eager, in_backward, in_function_transform, isolated
 from lightning_attn.capture.reader import Reader, Sampling, UnreadableError, readers
-from lightning_attn.capture.report import AttentionWarning, describe_fault
-from lightning_attn.capture.sites import ROOT, SiteNames, SitePatterns
+from lightning_attn.capture.report import SiteFaults
+from lightning_attn.capture.sites import SiteNames, SitePatterns
 
 
 class Capture:
@@ -34,7 +33,7 @@ class Capture:
         max_sequences: read the first so many sequences of each call; ``None`` for all.
         with_values: whether the calls hold their values.
         strict: raise a fault instead of reporting it.
-        quiet: sites to be left alone; a site with a fault is added to it.
+        faults: what went wrong in earlier captures; sites that failed are left alone.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Capture:
         max_sequences: int | None = None,
         with_values: bool = False,
         strict: bool = False,
-        quiet: set[str] | None = None,
+        faults: SiteFaults | None = None,
     ) -> None:
         self._model = model
         self._receive = receive
@@ -54,11 +53,9 @@ class Capture:
         self._max_sequences = max_sequences
         self._with_values = with_values
         self._strict = strict
-        self._quiet = set() if quiet is None else quiet
+        self._faults = SiteFaults() if faults is None else faults
         self._running = ExitStack()
         self._is_running = False
-        #: Number of calls that were handed on.
-        self.received = 0
 
     def __enter__(self) -> Capture:
         if self._is_running:
@@ -78,23 +75,22 @@ class Capture:
     def _see(self, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
             return
-        site = self._names.current() or ROOT
-        if site in self._quiet or not self._sites.match(site):
+        site = self._names.current()
+        if site is None or site in self._faults.quiet or not self._sites.match(site):
             return
         try:
             self._read(site, reader, args, kwargs)
         except Exception as error:
             if self._strict:
                 raise
-            self._quiet.add(site)
-            warnings.warn(describe_fault(site, error), AttentionWarning, stacklevel=2)
+            self._faults.report(site, error)
 
     def _read(self, site: str, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
             )
-        device = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)).device
+        device = device_of((*args, *kwargs.values()))
         if device.type == "meta":
             return
         autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -105,8 +101,8 @@ class Capture:
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
         )
         with isolated(device):
-            self._receive(reader(args, kwargs, sampling))
-        self.received += 1
+            # A view made without a graph still holds the graph of what it is a view of.
+            self._receive(reader(args, kwargs, sampling).map_tensors(Tensor.detach))
 
 
 class _SeeingMode(TorchFunctionMode):

@@ -8,11 +8,15 @@ torch that are not public are used here and nowhere else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import cast
 
 import torch
+from torch import Tensor
+
+#: The newer switch for the precision of products.
+_NEWER = "fp32_precision"
 
 
 @contextmanager
@@ -31,9 +35,18 @@ def isolated(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         if torch.amp.is_autocast_available(device.type):
+            # Leaving the outermost region clears the cache of cast weights, so this one must not be it.
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
             stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(_full_precision_products())
         yield
+
+
+def device_of(arguments: Iterable[object]) -> torch.device:
+    """The device of the first tensor among some arguments, asked for without a mode hearing it."""
+    with _without_function_modes():
+        return next(argument.device for argument in arguments if isinstance(argument, Tensor))
 
 
 @contextmanager
@@ -44,12 +57,13 @@ def _without_modes() -> Iterator[None]:
     one of the model's own, and the gradient would be wrong without any error. torch has no public switch for this;
     where the private one is missing, modes stay on, and the other guards still hold.
     """
-    with ExitStack() as stack:
-        disable_function_modes = getattr(torch._C, "DisableTorchFunction", None)
-        if disable_function_modes is not None:
-            stack.enter_context(disable_function_modes())
-        stack.enter_context(_without_dispatch_modes())
+    with _without_function_modes(), _without_dispatch_modes():
         yield
+
+
+def _without_function_modes() -> AbstractContextManager[object]:
+    disable = getattr(torch._C, "DisableTorchFunction", nullcontext)
+    return cast(AbstractContextManager[object], disable())
 
 
 def _without_dispatch_modes() -> AbstractContextManager[object]:
@@ -62,20 +76,34 @@ def _without_dispatch_modes() -> AbstractContextManager[object]:
 
 @contextmanager
 def _full_precision_products() -> Iterator[None]:
-    """Keep float32 products in float32: users lower them to TF32 or bfloat16 with one global switch."""
+    """Keep float32 products in float32: users lower them to TF32 or bfloat16 with one global switch.
+
+    torch has an older switch for all backends and a newer one for each. The older sets the newer ones as well, and
+    refuses to answer where they disagree.
+    """
+    backends = [
+        package.matmul
+        for package in (torch.backends.cuda, torch.backends.mkldnn)
+        if hasattr(package, "matmul") and hasattr(package.matmul, _NEWER)
+    ]
+    of_backends = [getattr(backend, _NEWER) for backend in backends]
     try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer where its older and newer precision settings were mixed
-        yield
-        return
-    if precision == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
+        precision: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        precision = None
     try:
+        if precision is not None:
+            torch.set_float32_matmul_precision("highest")
+        else:
+            for backend in backends:
+                setattr(backend, _NEWER, "ieee")
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        for backend, value in zip(backends, of_backends, strict=True):
+            if getattr(backend, _NEWER) != value:
+                setattr(backend, _NEWER, value)
 
 
 def eager() -> AbstractContextManager[object]:

@@ -36,13 +36,13 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
     def project(name: str, projection: _Projection) -> Tensor:
         tokens_BNL = given[name].transpose(0, 1) if is_batched else given[name][None]
         projected_BNL = _project(tokens_BNL[: sampling.max_sequences], projection, sampling.autocast_dtype)
-        return projected_BNL.view(*projected_BNL.shape[:2], heads, -1).transpose(1, 2)
+        return _split(projected_BNL, -1, heads).transpose(1, 2)
 
     def project_keys(name: str, projection: _Projection, static: str, extra: str) -> Tensor:
         if given[static] is None:
             projected_BHMD = project(name, projection)
         else:  # (all sequences x heads, M, D), in the place of a projection
-            projected_BHMD = given[static].view(-1, heads, *given[static].shape[1:])[: sampling.max_sequences]
+            projected_BHMD = _split(given[static], 0, heads)[: sampling.max_sequences]
         if given[extra] is not None:  # (1, 1, L), one more key for every sequence
             extra_1H1D = given[extra].to(projected_BHMD.dtype).view(1, heads, 1, -1)
             projected_BHMD = torch.cat([projected_BHMD, extra_1H1D.expand(projected_BHMD.shape[0], -1, -1, -1)], dim=2)
@@ -58,7 +58,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
         value=project_keys("value", value_projection, "static_v", "bias_v") if sampling.with_values else None,
         scale=1 / math.sqrt(query_BHND.shape[-1]),
         visibility=_visibility(given, query_BHND.shape[0], is_batched, extra_keys=key_BHMD.shape[2] - own_keys),
-        self_attention=given["query"] is given["key"],
+        self_attention=given["query"] is given["key"] and given["static_k"] is None,
     )
 
 
@@ -70,6 +70,13 @@ def _projections(given: dict[str, Any]) -> list[_Projection]:
         weights = given["in_proj_weight"].chunk(3)
     biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
     return list(zip(weights, biases, strict=True))
+
+
+def _split(tensor: Tensor, dimension: int, heads: int) -> Tensor:
+    """Divide a dimension in which heads were folded: ahead of it if it is the last one, else behind it."""
+    rest = tensor.shape[dimension] // heads
+    divided: Tensor = tensor.unflatten(dimension, (heads, rest) if dimension == -1 else (rest, heads))
+    return divided
 
 
 def _project(tokens_BNL: Tensor, projection: _Projection, dtype: torch.dtype | None) -> Tensor:
@@ -88,7 +95,7 @@ def _visibility(given: dict[str, Any], sequences: int, is_batched: bool, extra_k
         padding = (padding if is_batched else padding.unsqueeze(0))[:sequences, None, None, :]
     if attention is not None:
         if attention.dim() == 3:  # (all sequences x heads, N, M)
-            attention = attention.view(-1, given["num_heads"], *attention.shape[1:])[:sequences]
+            attention = _split(attention, 0, given["num_heads"])[:sequences]
         else:
             attention = attention[None, None]
     hidden: Tensor | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.reader import check_sequences
-from lightning_attn.capture.report import warn_of_nothing
+from lightning_attn.capture.report import SiteFaults, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 
 
@@ -74,29 +75,13 @@ def record(
     """
     patterns = SitePatterns(sites)
     check_sequences(max_sequences=max_sequences)
-    recording = Recording()
+    patterns.check(SiteNames(model))
+    recording, faults = Recording(), SiteFaults()
 
     def keep(call: AttentionCall) -> None:
-        recording.calls.append(_copied(call))
+        recording.calls.append(call.map_tensors(torch.clone))  # a cache of keys may be overwritten later
 
-    patterns.check(SiteNames(model))
-    with Capture(model, keep, sites=patterns, max_sequences=max_sequences, with_values=True):
+    with Capture(model, keep, sites=patterns, max_sequences=max_sequences, with_values=True, faults=faults):
         yield recording
-    if not recording.calls:
+    if not recording.calls and not faults.reported:
         warn_of_nothing(model, patterns)
-
-
-def _copied(call: AttentionCall) -> AttentionCall:
-    """The call with tensors of its own: a cache of keys may be overwritten, and graphs must not be kept alive."""
-    visibility = call.visibility
-    return replace(
-        call,
-        query=call.query.detach().clone(),
-        key=call.key.detach().clone(),
-        value=None if call.value is None else call.value.detach().clone(),
-        visibility=replace(
-            visibility,
-            mask=None if visibility.mask is None else visibility.mask.detach().clone(),
-            bias=None if visibility.bias is None else visibility.bias.detach().clone(),
-        ),
-    )

@@ -15,16 +15,30 @@ class AttentionWarning(UserWarning):
     """Something about the attention of a model, or about watching it, that its owner should know."""
 
 
-def describe_fault(site: str, error: Exception) -> str:
-    """Why a site is no longer watched."""
-    if isinstance(error, UnreadableError):
-        return f"The attention at {site!r} is not watched: {error}."
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"Watching the attention at {site!r} failed and is given up for this site; training goes on. "
-        f"Cause: {type(error).__name__}: {error} (in {frame.name}, line {frame.lineno} of {frame.filename}). "
-        "`strict=True` raises instead."
-    )
+class SiteFaults:
+    """What went wrong at which site: said once for each, and remembered."""
+
+    def __init__(self) -> None:
+        #: Sites that are left alone from now on.
+        self.quiet: set[str] = set()
+        #: What was said: of which site, and of what kind of fault.
+        self.reported: set[tuple[str, type[Exception]]] = set()
+
+    def report(self, site: str, error: Exception) -> None:
+        """Say what went wrong. A call that cannot be read is left out; a site that fails is left alone from then on."""
+        if isinstance(error, UnreadableError):
+            message = f"A call of the attention at {site!r} is not watched: {error}."
+        else:
+            self.quiet.add(site)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = (
+                f"Watching the attention at {site!r} failed and is given up for this site; training goes on. "
+                f"Cause: {type(error).__name__}: {error} (in {frame.name}, line {frame.lineno} of {frame.filename}). "
+                "`strict=True` raises instead."
+            )
+        if (site, type(error)) not in self.reported:
+            self.reported.add((site, type(error)))
+            warnings.warn(message, AttentionWarning, stacklevel=2)
 
 
 def warn_of_nothing(model: nn.Module, sites: SitePatterns) -> None:

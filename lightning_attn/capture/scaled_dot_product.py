@@ -51,19 +51,23 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
         raise UnreadableError(
             "nested tensors are not read yet; use padded tensors with a mask on the steps to be watched"
         )
-    leading: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-    dimensions = max(query.dim(), key.dim())
+    if given["enable_gqa"] and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
+        query, key, value = query[None], key[None], value[None]
+    leading: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    dimensions = max(query.dim(), key.dim(), value.dim())
 
     def in_four_dimensions(tensor: Tensor) -> Tensor:
         return _first_sequences(_in_four_dimensions(tensor, dimensions, leading), sampling.max_sequences)
 
     query_BHND, key_BKMD, value_BKME = (in_four_dimensions(tensor) for tensor in (query, key, value))
-    sequences = max(query_BHND.shape[0], key_BKMD.shape[0])
+    (sequences,) = torch.broadcast_shapes(query_BHND.shape[:1], key_BKMD.shape[:1], value_BKME.shape[:1])
+    # One query head may be compared with many key heads, and its weights applied to many values; one key head with many
+    # query heads is a group.
+    heads = max(query_BHND.shape[1], key_BKMD.shape[1], value_BKME.shape[1])
     queries, keys = query.shape[-2], key.shape[-2]
     return AttentionCall(
         site=sampling.site,
-        # One query head may be compared with many key heads; one key head with many query heads is a group.
-        query=query_BHND.expand(sequences, max(query_BHND.shape[1], key_BKMD.shape[1]), -1, -1),
+        query=query_BHND.expand(sequences, heads, -1, -1),
         key=key_BKMD.expand(sequences, -1, -1, -1),
         value=value_BKME.expand(sequences, -1, -1, -1) if sampling.with_values else None,
         scale=1 / math.sqrt(query.shape[-1]) if given["scale"] is None else float(given["scale"]),
@@ -71,15 +75,14 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
             mask if mask is None or isinstance(mask, CausalBias) else in_four_dimensions(mask),
             # torch aligns causality to the first query and key, also where their numbers differ.
             causal_offset=0 if given["is_causal"] else None,
-            key_surplus=keys - queries,
         ),
         self_attention=queries == keys,
     )
 
 
-def _visibility(mask: Tensor | None, causal_offset: int | None, key_surplus: int) -> Visibility:
+def _visibility(mask: Tensor | None, causal_offset: int | None) -> Visibility:
     if isinstance(mask, CausalBias):  # causality that is never written out, as of `causal_lower_right`
-        return Visibility(key_surplus if mask.variant == CausalVariant.LOWER_RIGHT else 0)
+        return Visibility(mask.seq_len_kv - mask.seq_len_q if mask.variant == CausalVariant.LOWER_RIGHT else 0)
     if mask is None or mask.dtype == torch.bool:
         return Visibility(causal_offset, mask=mask)
     return Visibility(causal_offset, bias=mask)

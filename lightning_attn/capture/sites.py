@@ -114,7 +114,7 @@ class SitePatterns:
 
 
 def _as_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else ()
     if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
         raise ValueError(f"`sites` must be a glob pattern or a non-empty list of them, got {patterns!r}.")
     return given

@@ -147,6 +147,20 @@ def test_a_penalty_hides_from_minus_ten_thousand_on(penalty: float, is_visible: 
         assert logits.flatten()[1] == pytest.approx(penalty, rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("penalty", [-1e4, -3e4, "finfo.min", -INF])
+def test_a_hiding_penalty_hides_in_every_precision(dtype: torch.dtype, penalty: float | str) -> None:
+    """In bfloat16 -1e4 is -9984, the nearest there is."""
+    if penalty == "finfo.min":
+        penalty = torch.finfo(dtype).min
+    visible = random_mask(2, 1, 1, M)
+    mask = torch.zeros(2, 1, 1, M, dtype=dtype).masked_fill(~visible, penalty)
+    query, key, value = (random(2, 3, n, 8, dtype=dtype) for n in (N, M, M))
+    _, call = run(query, key, value, mask)
+    assert torch.equal(call.logits()[1], visible.expand(2, 3, N, M))
+    assert_same_weights(call, dense_weights(query, key, visible))
+
+
 def test_a_query_that_has_nothing_but_a_large_penalty_still_has_weights() -> None:
     query, key, value = random(1, 2, 3, 4), random(1, 2, 3, 4), random(1, 2, 3, 4)
     output, call = run(query, key, value, torch.full((3, 3), -9999.0))
@@ -203,6 +217,7 @@ def test_a_square_causal_bias_for_another_shape_starts_at_the_first_key() -> Non
     """torch passes a square one on as `is_causal`, whatever the shape of the call."""
     query, key, value = random(1, 2, 4, 8), random(1, 2, 8, 8), random(1, 2, 8, 8)
     output, call = run(query, key, value, causal_lower_right(8, 8))
+    assert_same_weights(call, dense_weights(query, key, is_causal=True))
     assert_same_output(call, output)
 
 
@@ -277,6 +292,7 @@ def test_one_matrix_for_several_values(leading: tuple[int, ...], value_leading: 
     """Rare, but torch computes it."""
     query, key, value = random(*leading, N, 8), random(*leading, M, 8), random(*value_leading, M, 6)
     output, call = run(query, key, value)
+    assert_close(call.weights().sum(-1), torch.ones(call.weights().shape[:3]))
     assert_same_output(call, output)
 
 
