@@ -885,18 +885,18 @@ def test_an_observer_that_is_watching_refuses_to_be_entered() -> None:
 
 
 def test_calls_with_another_number_of_heads_within_a_snapshot_are_left_out() -> None:
-    model = Model().eval()
+    model, source = Model().eval(), tokens()
     observer, first_alone = AttentionObserver(model), AttentionObserver(model)
     with first_alone:
-        model(tokens())
+        model(source)
     with observer:
-        model(tokens())
+        model(source)
         model.blocks[1].attention.heads = 2
         with pytest.warns(
             AttentionWarning, match=r"'blocks\.1\.attention' is not watched: .*4 heads .* with 2 "
         ) as said:
-            model(tokens())
-            model(tokens())
+            model(source)
+            model(source)
     assert len(said) == 1
     site = "blocks.1.attention"
     assert observer.snapshot().to_dict()[site] == first_alone.snapshot().to_dict()[site]
