@@ -1,0 +1,64 @@
+"""Two processes that train together see what one process sees of both their batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from models import LanguageModel, batches, trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_attn import AttentionMonitor
+
+
+class WritesSnapshots(pl.Callback):
+    """Tells the test what a process that has ended by then knew."""
+
+    def __init__(self, monitor: AttentionMonitor, folder: Path) -> None:
+        self.monitor = monitor
+        self.folder = folder
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        content = [snapshot.to_dict() for snapshot in self.monitor.history]
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(content))
+
+
+class DividesItsBatches(LanguageModel):
+    """Four batches, of which each rank gets its part."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        (tokens,) = batches(4).dataset.tensors
+        mine = tokens[self.trainer.global_rank :: self.trainer.world_size]
+        return DataLoader(TensorDataset(mine), batch_size=4 // self.trainer.world_size)
+
+
+def monitor() -> AttentionMonitor:
+    return AttentionMonitor(every_n_steps=2, max_sequences=None, spectral_sequences=None, print_summary=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
+    pl.seed_everything(1, verbose=False)
+    alone = monitor()
+    trainer(alone).fit(DividesItsBatches().eval())
+
+    pl.seed_everything(1, verbose=False)
+    together = monitor()
+    callbacks = together, WritesSnapshots(together, tmp_path)
+    trainer(*callbacks, strategy="ddp_spawn", devices=2, use_distributed_sampler=False).fit(DividesItsBatches().eval())
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert len(first) == len(alone.history) == 2
+    assert_close(first[0], alone.history[0].to_dict())
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same sites and statistics, and heads equal to what float32 products of other batch sizes allow."""
+    assert found.keys() == expected.keys()
+    for site, statistics in expected.items():
+        for statistic, heads in statistics.items():
+            assert found[site][statistic] == pytest.approx(heads, rel=1e-5, abs=1e-7), (site, statistic)

@@ -1,0 +1,179 @@
+"""Statistics do not depend on how the matrix is cut into blocks of rows, and no block is large."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_attn import AttentionCall
+from lightning_attn.capture import Visibility
+from lightning_attn.statistics import known_statistics, measure, resolve
+from lightning_attn.statistics.measure import head_values
+from lightning_attn.statistics.row_pass import passes
+
+B, K, GROUP, N = 2, 2, 2, 18
+ONE_ROW, ONE_BLOCK = 4, 2**30
+NOT_SPECTRAL = [name for name, statistic in known_statistics().items() if not statistic.is_spectral]
+
+
+def a_call(visibility: Visibility, keys: int = N, **fields: Any) -> AttentionCall:
+    query = torch.randn(B, K * GROUP, N, 8)
+    key = torch.randn(B, K, keys, 8)
+    return AttentionCall("attention", query, key, None, 1.0, visibility, self_attention=keys == N, **fields)
+
+
+def values(call: AttentionCall, block_bytes: int | None = None) -> dict[str, Tensor]:
+    return {name: head_values(sums) for name, sums in measure(call, resolve(None), block_bytes=block_bytes).items()}
+
+
+def _masks(*shape: int) -> Tensor:
+    mask = torch.rand(shape) < 0.7
+    mask[..., 5, :] = False
+    return mask
+
+
+CALLS = {
+    "everything": lambda: a_call(Visibility()),
+    "causal": lambda: a_call(Visibility(0)),
+    "fewer keys, causal": lambda: a_call(Visibility(0), keys=N - 6),
+    "more keys, causal to the last": lambda: a_call(Visibility(13), keys=N + 13),
+    "fewer keys, causal to the last": lambda: a_call(Visibility(-6), keys=N - 6),
+    "a mask for each head": lambda: a_call(Visibility(mask=_masks(B, K * GROUP, N, N))),
+    "a mask for each sequence, causal": lambda: a_call(Visibility(0, mask=_masks(B, 1, N, N))),
+    "padding, causal": lambda: a_call(Visibility(0, mask=torch.arange(N) >= torch.tensor([0, 5]).view(B, 1, 1, 1))),
+    "mask of rows": lambda: a_call(Visibility(mask=(torch.arange(N) % 5 > 0).view(1, 1, N, 1))),
+    "bias for each head, causal": lambda: a_call(Visibility(0, bias=torch.randn(1, K * GROUP, N, N))),
+    "bias of keys": lambda: a_call(Visibility(bias=torch.where(torch.rand(B, 1, 1, N) < 0.2, -1e4, 0.5))),
+    "mask and bias": lambda: a_call(Visibility(mask=_masks(1, 1, N, N), bias=torch.randn(B, 1, 1, N))),
+    "sink logits, soft cap": lambda: a_call(Visibility(0), sink_logits=torch.randn(K * GROUP), soft_cap=5.0),
+    "long, causal": lambda: long_call(Visibility(0)),
+    "long": lambda: long_call(Visibility()),
+}
+
+
+def long_call(visibility: Visibility) -> AttentionCall:
+    """Too long for the spectrum to be computed at once."""
+    return AttentionCall("attention", torch.randn(2, 2, 150, 8), torch.randn(2, 1, 150, 8), None, 1.0, visibility, True)
+
+
+@pytest.mark.parametrize("block_bytes", [ONE_ROW, 800, 8000])
+@pytest.mark.parametrize("name", CALLS)
+def test_blocks_of_any_size_give_the_same(name: str, block_bytes: int) -> None:
+    call = CALLS[name]()
+    whole, in_blocks = values(call, ONE_BLOCK), values(call, block_bytes)
+    for statistic, expected in whole.items():
+        tolerance = 2e-6 if statistic in NOT_SPECTRAL else 1e-4
+        torch.testing.assert_close(
+            in_blocks[statistic],
+            expected,
+            rtol=tolerance,
+            atol=2e-7,
+            equal_nan=True,
+            msg=lambda m, s=statistic: f"{s}: {m}",
+        )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_heads_and_sequences_do_not_meet(name: str) -> None:
+    """Heads that are measured alone have the values they have among others; so have sequences, whose sums add."""
+    call = CALLS[name]()
+    together = measure(call, resolve(None))
+    for head in range(call.key.shape[1]):
+        of_group = slice(head * call.group, (head + 1) * call.group)
+        alone = measure(call.select(key_heads=slice(head, head + 1)), resolve(None))
+        for statistic, sums in alone.items():
+            torch.testing.assert_close(
+                tuple(sums), tuple(s[of_group] for s in together[statistic]), rtol=1e-4, atol=1e-6
+            )
+    apart = [measure(call.select(slice(b, b + 1)), resolve(None)) for b in range(call.sequences)]
+    for statistic, sums in together.items():
+        of_sequences = [torch.stack(parts) for parts in zip(*(found[statistic] for found in apart), strict=True)]
+        added = tuple(part.amax(0) if len(sums) == 1 else part.sum(0) for part in of_sequences)
+        torch.testing.assert_close(tuple(sums), added, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("whole_matrices", [False, True])
+@pytest.mark.parametrize("block_bytes", [ONE_ROW, 1000, 4000, 20_000, ONE_BLOCK])
+def test_passes_cover_every_row_of_every_head_once(block_bytes: int, whole_matrices: bool) -> None:
+    # A query holds the number of its sequence and head, so that logits tell where they come from.
+    query = torch.arange(B * K * GROUP, dtype=torch.float32).view(B, K * GROUP, 1, 1).expand(-1, -1, N, -1)
+    call = AttentionCall("attention", query, torch.ones(B, K, N, 1), None, 1.0, Visibility(), True)
+    met = torch.zeros(B * K * GROUP, N, dtype=torch.long)
+    for row_pass in passes(call, block_bytes, whole_matrices=whole_matrices):
+        for rows in row_pass.blocks():
+            numbers = rows.row_max_BHR.long()
+            assert (numbers[0, :, 0] % (K * GROUP) == row_pass.first_head + torch.arange(numbers.shape[1])).all()
+            met[numbers.flatten(0, 1)[:, 0], rows.start : rows.stop] += 1
+    assert (met == 1).all()
+
+
+class _Allocations(TorchDispatchMode):
+    """The memory of tensors that are made while it is on: the largest of them, and most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.most = 0
+        self._now: dict[int, list[int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._saw(tensor)
+        return result
+
+    def _saw(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        # Views share a storage, which lives until the last of them is gone.
+        entry = self._now.setdefault(storage._cdata, [storage.nbytes(), 0])
+        entry[1] += 1
+        weakref.finalize(tensor, self._gone, storage._cdata)
+        self.largest = max(self.largest, storage.nbytes())
+        self.most = max(self.most, sum(size for size, _ in self._now.values()))
+
+    def _gone(self, storage: int) -> None:
+        entry = self._now[storage]
+        entry[1] -= 1
+        if not entry[1]:
+            del self._now[storage]
+
+
+@contextmanager
+def allocations() -> Iterator[_Allocations]:
+    with torch.no_grad(), _Allocations() as counted:
+        yield counted
+
+
+def long_attention(n: int, visibility: Visibility) -> AttentionCall:
+    query, key = torch.randn(2, 1, 1, n, 16)
+    return AttentionCall("attention", query, key, None, 0.25, visibility, self_attention=True)
+
+
+def test_memory_is_bounded_at_a_length_of_4096() -> None:
+    n, block_bytes = 4096, 2**20
+    left_padding = (torch.arange(n) >= 100)[None, None, None]
+    with allocations() as counted:
+        measure(long_attention(n, Visibility(0, mask=left_padding)), resolve(None), block_bytes=block_bytes)
+    # A full matrix has 64 MiB. A pass has three blocks, and a few short-lived tensors of that size beside them; the
+    # subspace of the spectral statistics has some hundred vectors twice.
+    subspace = 4 * n * 128
+    assert counted.largest <= max(block_bytes, subspace)
+    assert counted.most <= 10 * block_bytes + 4 * subspace
+
+
+def test_memory_hardly_grows_with_the_length() -> None:
+    most = []
+    for n in (1024, 4096):
+        with allocations() as counted:
+            measure(long_attention(n, Visibility(0)), resolve(NOT_SPECTRAL), block_bytes=2**20)
+        most.append(counted.most)
+    its_own = 2 * 4 * 16 * 4096  # queries and keys in float32
+    assert most[1] <= 1.2 * most[0] + its_own

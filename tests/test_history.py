@@ -1,0 +1,87 @@
+"""The bounded series of snapshots."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from lightning_attn import History, Snapshot
+
+
+def at(step: int, entropy: float = 0.5, heads: int = 2, site: str = "block") -> Snapshot:
+    """A snapshot of one site, whose last head has this entropy and whose others have 1."""
+    values = torch.ones(1, heads, dtype=torch.float64)
+    values[0, -1] = entropy
+    return Snapshot(step, {site: heads}, ("entropy",), values)
+
+
+def a_history(*snapshots: Snapshot, size: int = 10) -> History:
+    history = History(size)
+    for snapshot in snapshots:
+        history.append(snapshot)
+    return history
+
+
+def test_empty() -> None:
+    history = History(3)
+    assert len(history) == 0
+    assert not history
+    assert history.steps == []
+    assert history.series("block", 0, "entropy") == ([], [])
+    assert repr(history) == "History(0 snapshots, empty)"
+    with pytest.raises(IndexError):
+        history[0]
+
+
+def test_the_oldest_make_room() -> None:
+    history = a_history(*map(at, range(0, 50, 10)), size=3)
+    assert history.steps == [20, 30, 40]
+    assert repr(history) == "History(3 snapshots, steps 20 to 40)"
+
+
+def test_it_is_a_sequence() -> None:
+    snapshots = [at(step) for step in (1, 2, 3)]
+    history = a_history(*snapshots)
+    assert list(history) == snapshots
+    assert list(reversed(history)) == snapshots[::-1]
+    assert history[0] is snapshots[0]
+    assert history[-1] is snapshots[2]
+    assert history[1:] == snapshots[1:]
+    assert snapshots[1] in history
+    assert history.index(snapshots[1]) == 1
+
+
+def test_series_of_a_head() -> None:
+    history = a_history(at(1, 0.9), at(2, 0.4), at(5, 0.1))
+    assert history.series("block", 1, "entropy") == ([1, 2, 5], [0.9, 0.4, 0.1])
+    assert history.series("block", 0, "entropy") == ([1, 2, 5], [1, 1, 1])
+
+
+def test_series_leaves_out_steps_without_a_value() -> None:
+    """The site did not run, it had fewer heads, or the value was absent."""
+    history = a_history(at(1), at(2, site="other"), at(3, heads=1), at(4, math.nan), at(5, 0.25))
+    assert history.series("block", 1, "entropy") == ([1, 5], [0.5, 0.25])
+    assert history.series("block", 1, "max_logit") == ([], [])
+    assert history.series("nowhere", 0, "entropy") == ([], [])
+
+
+def test_clear() -> None:
+    history = a_history(at(1), at(2), size=2)
+    history.clear()
+    assert len(history) == 0
+    history.append(at(3))
+    assert history.steps == [3]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda history: pickle.loads(pickle.dumps(history))])
+def test_copies_keep_the_snapshots_and_the_size(copied: object) -> None:
+    history = a_history(at(1), at(2), size=2)
+    copy_of_it: History = copied(history)  # type: ignore[operator]
+    assert list(copy_of_it) == list(history)
+    copy_of_it.append(at(3))
+    assert copy_of_it.steps == [2, 3]
+    assert history.steps == [1, 2]

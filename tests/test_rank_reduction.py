@@ -1,0 +1,391 @@
+"""Joining the sums of all ranks: alone, and of two gloo processes, which are started once for all cases.
+
+A case is a function that both ranks run; what it returns on each rank is looked at here.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+from lightning_attn import AttentionCall, AttentionWarning
+from lightning_attn.capture import Visibility
+from lightning_attn.distributed import RankReduction, world_size
+from lightning_attn.statistics import measure, resolve
+from lightning_attn.statistics.measure import Sums, head_values
+from lightning_attn.statistics.statistic import Maximum, Ratio
+
+CPU = torch.device("cpu")
+STATISTICS = resolve(["entropy", "max_logit"])
+FIRST, STEADY = ["MAX", "gather", "MAX", "SUM"], ["MAX", "SUM"]
+SECONDS = 60
+
+
+def sums(entropies: list[float], logits: list[float], weight: float = 1.0) -> Sums:
+    """What a rank found at a site: the heads' mean entropies over some rows, and their largest logits."""
+    weights = torch.full((len(entropies),), weight, dtype=torch.float64)
+    return {
+        "entropy": Ratio(torch.tensor(entropies, dtype=torch.float64) * weights, weights),
+        "max_logit": Maximum(torch.tensor(logits, dtype=torch.float64)),
+    }
+
+
+def values(joined: dict[str, Sums]) -> dict[str, dict[str, list[float]]]:
+    return {site: {name: head_values(s).tolist() for name, s in of_site.items()} for site, of_site in joined.items()}
+
+
+def a_batch(sequences: int) -> AttentionCall:
+    random = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, sequences, 3, 20, 8, generator=random)
+    padding = torch.arange(20) < torch.tensor([20, 12, 1, 17, 20, 9])[:sequences, None, None, None]
+    return AttentionCall("block", 3 * query, key, None, 1.0, Visibility(0, mask=padding), self_attention=True)
+
+
+# One process.
+
+
+def test_alone_nothing_changes() -> None:
+    call = a_batch(4)
+    found = {"block": measure(call, resolve(None)), "other": measure(call, resolve(None))}
+    quiet: set[str] = set()
+    joined = RankReduction()(found, resolve(None), quiet, CPU)
+    assert list(joined) == ["block", "other"]
+    assert not quiet
+    for site, of_site in joined.items():
+        assert list(of_site) == [statistic.name for statistic in resolve(None)]
+        for name, joined_sums in of_site.items():
+            torch.testing.assert_close(joined_sums, found[site][name], rtol=0, atol=0)
+
+
+def test_alone_a_site_counts_when_it_runs_and_is_not_quiet() -> None:
+    reduction, entropy = RankReduction(), sums([0.5], [1.0])
+    assert list(reduction({"a": entropy, "b": entropy}, STATISTICS, set(), CPU)) == ["a", "b"]
+    assert list(reduction({"b": entropy}, STATISTICS, set(), CPU)) == ["b"]
+    assert list(reduction({}, STATISTICS, set(), CPU)) == []
+    assert list(reduction({"a": entropy, "b": entropy, "c": entropy}, STATISTICS, {"b"}, CPU)) == ["a", "c"]
+
+
+def test_alone_a_site_may_change_its_number_of_heads() -> None:
+    reduction = RankReduction()
+    for entropies in ([0.5, 0.25], [0.75], [0.1, 0.2, 0.3]):
+        joined = reduction({"a": sums(entropies, [0.0] * len(entropies))}, STATISTICS, set(), CPU)
+        assert values(joined)["a"]["entropy"] == pytest.approx(entropies)
+
+
+# Two processes. The cases run in them; each returns something that can be sent back.
+
+CASES: dict[str, Callable[[int], Any]] = {}
+
+
+def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+@contextmanager
+def collectives() -> Iterator[list[str]]:
+    """The collectives that are called inside the block."""
+    called: list[str] = []
+    all_reduce, gather = dist.all_reduce, dist.all_gather_object
+
+    def seen_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        called.append("MAX" if op == dist.ReduceOp.MAX else "SUM")
+        return all_reduce(tensor, op=op, **options)
+
+    def seen_gather(*arguments: Any, **options: Any) -> Any:
+        called.append("gather")
+        return gather(*arguments, **options)
+
+    dist.all_reduce, dist.all_gather_object = seen_all_reduce, seen_gather
+    try:
+        yield called
+    finally:
+        dist.all_reduce, dist.all_gather_object = all_reduce, gather
+
+
+def captures(*found: dict[str, Sums], quiet: set[str] | None = None) -> list[dict[str, Any]]:
+    """Several captures in a row by one reduction: what each gave, what it said, and what it cost."""
+    reduction, quiet = RankReduction(), set() if quiet is None else quiet
+    results = []
+    for of_capture in found:
+        with collectives() as called, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            joined = reduction(of_capture, STATISTICS, quiet, CPU)
+        results.append(
+            {
+                "values": values(joined),
+                "weights": {site: of_site["entropy"].denominator.tolist() for site, of_site in joined.items()},
+                "quiet": sorted(quiet),
+                "collectives": called,
+                "said": [str(w.message) for w in said if issubclass(w.category, AttentionWarning)],
+            }
+        )
+    return results
+
+
+@case
+def the_same_site(rank: int) -> Any:
+    mine = sums([0.2, 0.8], [5.0, -3.0], weight=1) if rank == 0 else sums([0.8, 0.8], [4.0, 7.0], weight=3)
+    return captures({"a": mine}, {"a": mine}, {"a": mine})
+
+
+@case
+def different_sites(rank: int) -> Any:
+    """An expert that is chosen on one rank only."""
+    mine = {f"expert.{rank}": sums([0.1 + rank], [10.0 + rank]), "shared": sums([0.5], [float(rank)])}
+    return captures(mine, mine)
+
+
+@case
+def a_rank_that_found_nothing(rank: int) -> Any:
+    mine = {} if rank == 1 else {"a": sums([0.25, math.nan], [-2.0, 3.0])}
+    return captures(mine, mine)
+
+
+@case
+def nobody_found_anything(rank: int) -> Any:
+    return captures({}, {})
+
+
+@case
+def a_site_that_appears_later(rank: int) -> Any:
+    old, new = {"a": sums([0.5], [1.0])}, {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}
+    return captures(old, new if rank == 1 else old, new)
+
+
+@case
+def a_site_that_is_gone_for_a_while(rank: int) -> Any:
+    here, gone = {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}, {"b": sums([0.75], [3.0])}
+    return captures(here, gone, here)
+
+
+@case
+def different_numbers_of_heads(rank: int) -> Any:
+    heads = 2 + rank
+    mine = {"a": sums([0.5] * heads, [1.0] * heads), "b": sums([0.25], [2.0])}
+    return captures(mine, {"b": mine["b"]})
+
+
+@case
+def both_change_their_number_of_heads(rank: int) -> Any:
+    two, three = {"a": sums([0.5] * 2, [1.0] * 2)}, {"a": sums([0.25] * 3, [2.0] * 3)}
+    return captures(two, three, three)
+
+
+@case
+def a_fault_on_one_rank(rank: int) -> Any:
+    """The site runs on both at first; then it fails on the second rank, which stops watching it."""
+    both = {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}
+    quiet: set[str] = set()
+    reduction = RankReduction()
+    results = []
+    for fails in (False, True, False):
+        if fails and rank == 1:
+            quiet.add("a")
+        found = {site: found for site, found in both.items() if site not in quiet}
+        with collectives() as called:
+            joined = reduction(found, STATISTICS, quiet, CPU)
+        results.append({"sites": list(joined), "quiet": sorted(quiet), "collectives": called})
+    return results
+
+
+@case
+def a_fault_on_one_rank_at_the_first_capture(rank: int) -> Any:
+    both = {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}
+    return captures({"b": both["b"]} if rank == 1 else both, {"b": both["b"]}, quiet={"a"} if rank == 1 else set())
+
+
+@case
+def a_batch_in_two_halves(rank: int) -> Any:
+    call = a_batch(6)
+    mine = call.select(slice(4) if rank == 0 else slice(4, 6))
+    joined = RankReduction()({"block": measure(mine, resolve(None))}, resolve(None), set(), CPU)
+    return {name: tuple(found) for name, found in joined["block"].items()}
+
+
+@case
+def a_rank_without_sequences(rank: int) -> Any:
+    call = a_batch(3).select(slice(3 if rank == 0 else 0))
+    joined = RankReduction()({"block": measure(call, resolve(None))}, resolve(None), set(), CPU)
+    return {name: tuple(found) for name, found in joined["block"].items()}
+
+
+@case
+def size_of_the_world(rank: int) -> Any:
+    return world_size()
+
+
+def _run_all_cases(rank: int, address: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS / 2)
+    )
+    results = {name: function(rank) for name, function in CASES.items()}
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """What each case returned on the two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ranks = multiprocessing.spawn(_run_all_cases, args=(address, str(folder)), nprocs=2, join=False)
+    end = time.monotonic() + SECONDS
+    while not ranks.join(timeout=1):  # raises what a rank raised
+        if time.monotonic() > end:
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail(f"The ranks did not finish in {SECONDS} s: they wait for each other.")
+    first, second = (torch.load(folder / f"{rank}.pt") for rank in (0, 1))
+    return {name: (first[name], second[name]) for name in CASES}
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, results: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
+    """What the case that a test names returned on the two ranks."""
+    return results[request.param.__name__]
+
+
+def of(function: Callable[[int], Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("ranks", [function], indirect=True, ids=lambda case: case.__name__)
+
+
+@of(size_of_the_world)
+def test_two_processes_run(ranks: Any) -> None:
+    assert ranks == (2, 2)
+
+
+IN_CAPTURES = [
+    the_same_site,
+    different_sites,
+    a_rank_that_found_nothing,
+    nobody_found_anything,
+    a_site_that_appears_later,
+    a_site_that_is_gone_for_a_while,
+    different_numbers_of_heads,
+    both_change_their_number_of_heads,
+    a_fault_on_one_rank,
+    a_fault_on_one_rank_at_the_first_capture,
+]
+
+
+@pytest.mark.parametrize("ranks", IN_CAPTURES, indirect=True, ids=lambda case: case.__name__)
+def test_ranks_agree_on_everything(ranks: Any) -> None:
+    """The same values, the same quiet sites, the same collectives in the same order."""
+    assert repr(ranks[0]) == repr(ranks[1])
+
+
+@of(the_same_site)
+def test_sums_add_and_the_largest_counts(ranks: Any) -> None:
+    for capture in ranks[0]:
+        assert capture["values"] == {"a": {"entropy": pytest.approx([0.65, 0.8]), "max_logit": [5.0, 7.0]}}
+        assert capture["weights"] == {"a": [4, 4]}
+
+
+@of(the_same_site)
+def test_a_capture_costs_two_collectives_and_the_first_one_an_exchange_more(ranks: Any) -> None:
+    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, STEADY, STEADY]
+
+
+@of(different_sites)
+def test_sites_of_one_rank_are_known_to_all(ranks: Any) -> None:
+    for capture in ranks[1]:
+        assert capture["values"] == {
+            "expert.0": {"entropy": pytest.approx([0.1]), "max_logit": [10.0]},
+            "shared": {"entropy": [0.5], "max_logit": [1.0]},
+            "expert.1": {"entropy": pytest.approx([1.1]), "max_logit": [11.0]},
+        }
+    assert [capture["collectives"] for capture in ranks[1]] == [FIRST, STEADY]
+
+
+@of(a_rank_that_found_nothing)
+def test_a_rank_that_found_nothing_adds_zeros(ranks: Any) -> None:
+    for capture in ranks[1]:
+        assert capture["weights"] == {"a": [1, 1]}
+        assert capture["values"]["a"]["entropy"][0] == 0.25
+        assert capture["values"]["a"]["max_logit"] == [-2, 3]
+    assert [capture["collectives"] for capture in ranks[1]] == [FIRST, STEADY]
+
+
+@of(nobody_found_anything)
+def test_where_nobody_found_anything_there_is_nothing_to_exchange(ranks: Any) -> None:
+    assert [(capture["values"], capture["collectives"]) for capture in ranks[0]] == [({}, STEADY)] * 2
+
+
+@of(a_site_that_appears_later)
+def test_a_new_site_costs_one_exchange_more(ranks: Any) -> None:
+    assert [list(capture["values"]) for capture in ranks[0]] == [["a"], ["a", "b"], ["a", "b"]]
+    assert [capture["weights"].get("b") for capture in ranks[0]] == [None, [1], [2]]
+    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, FIRST, STEADY]
+
+
+@of(a_site_that_is_gone_for_a_while)
+def test_a_site_that_did_not_run_is_left_out_and_comes_back_for_free(ranks: Any) -> None:
+    assert [list(capture["values"]) for capture in ranks[0]] == [["a", "b"], ["b"], ["a", "b"]]
+    assert [capture["values"]["b"]["max_logit"] for capture in ranks[0]] == [[2], [3], [2]]
+    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, STEADY, STEADY]
+
+
+@of(different_numbers_of_heads)
+def test_a_site_on_whose_heads_ranks_disagree_is_given_up_aloud_on_both(ranks: Any) -> None:
+    for rank in ranks:
+        first, second = rank
+        assert first["said"] == ["Ranks count 2 and 3 heads at 'a'; it is not watched."]
+        assert second["said"] == []
+        for capture in rank:
+            assert capture["quiet"] == ["a"]
+            assert capture["values"] == {"b": {"entropy": [0.25], "max_logit": [2.0]}}
+        assert [capture["collectives"] for capture in rank] == [FIRST, STEADY]
+
+
+@of(both_change_their_number_of_heads)
+def test_a_site_may_change_its_number_of_heads_on_all_ranks(ranks: Any) -> None:
+    assert [capture["values"]["a"]["entropy"] for capture in ranks[0]] == [[0.5] * 2, [0.25] * 3, [0.25] * 3]
+    assert [capture["quiet"] for capture in ranks[0]] == [[], [], []]
+    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, FIRST, STEADY]
+
+
+@of(a_fault_on_one_rank)
+def test_a_site_that_fails_on_one_rank_goes_quiet_on_all(ranks: Any) -> None:
+    for rank in ranks:
+        assert [capture["sites"] for capture in rank] == [["a", "b"], ["b"], ["b"]]
+        assert [capture["quiet"] for capture in rank] == [[], ["a"], ["a"]]
+        assert [capture["collectives"] for capture in rank] == [FIRST, STEADY, STEADY]
+
+
+@of(a_fault_on_one_rank_at_the_first_capture)
+def test_a_site_that_fails_on_one_rank_at_once_goes_quiet_on_all(ranks: Any) -> None:
+    for rank in ranks:
+        assert [list(capture["values"]) for capture in rank] == [["b"], ["b"]]
+        assert [capture["quiet"] for capture in rank] == [["a"], ["a"]]
+
+
+@of(a_batch_in_two_halves)
+def test_two_ranks_have_the_values_of_one_process_on_the_whole_batch(ranks: Any) -> None:
+    whole = measure(a_batch(6), resolve(None))
+    for rank in ranks:
+        for name, found in rank.items():
+            torch.testing.assert_close(found, tuple(whole[name]), rtol=1e-6, atol=1e-6)
+
+
+@of(a_rank_without_sequences)
+def test_an_empty_batch_on_one_rank_changes_nothing(ranks: Any) -> None:
+    whole = measure(a_batch(3), resolve(None))
+    for rank in ranks:
+        for name, found in rank.items():
+            torch.testing.assert_close(found, tuple(whole[name]), rtol=1e-6, atol=1e-6)
