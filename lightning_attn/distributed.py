@@ -8,7 +8,7 @@ not know raises a flag in the second tensor; all ranks see it, exchange what the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_attn.capture.report import AttentionWarning
-from lightning_attn.statistics.measure import Sums, nothing
-from lightning_attn.statistics.statistic import Maximum, Ratio, Statistic, wide
+from lightning_attn.statistics.measure import Sums
+from lightning_attn.statistics.statistic import Statistic
 
 
 def world_size() -> int:
@@ -71,9 +71,9 @@ class RankReduction:
         if signals.unknown_site:
             self._exchange_layouts(found, quiet)
             signals, maxima = self._join_maxima(found, statistics, quiet, device)
-        sums = self._join_sums(found, statistics, device)
+        ratios = self._join_ratios(found, statistics, device)
         quiet.update(signals.failed)
-        joined = _unpack(sums, maxima, self._heads, statistics)
+        joined = self._unpack(ratios, maxima, statistics)
         return {site: joined[site] for site in signals.ran if site not in quiet}
 
     def _join_maxima(
@@ -83,7 +83,7 @@ class RankReduction:
         sites = list(self._heads)
         unknown = any(self._heads.get(site) != heads for site, heads in _heads(found).items())
         says = [unknown, *(site in quiet for site in sites), *(site in found for site in sites)]
-        maxima = _pack(found, self._heads, [s for s in statistics if s.joined_by == "max"], device)
+        maxima = torch.cat([sums.maxima_XH.flatten() for sums in self._laid_out(found, statistics, device)])
         packed = torch.cat([torch.tensor(says).to(maxima), maxima])
         if world_size() > 1:
             dist.all_reduce(packed, op=dist.ReduceOp.MAX)
@@ -92,11 +92,36 @@ class RankReduction:
         failed, ran = flags[: len(sites)], flags[len(sites) :]
         return _Signals(unknown, set(compress(sites, failed)), list(compress(sites, ran))), maxima
 
-    def _join_sums(self, found: dict[str, Sums], statistics: Sequence[type[Statistic]], device: torch.device) -> Tensor:
-        packed = _pack(found, self._heads, [s for s in statistics if s.joined_by == "mean"], device)
+    def _join_ratios(
+        self, found: dict[str, Sums], statistics: Sequence[type[Statistic]], device: torch.device
+    ) -> Tensor:
+        packed = torch.cat([sums.ratios_S2H.flatten() for sums in self._laid_out(found, statistics, device)])
         if world_size() > 1:
             dist.all_reduce(packed, op=dist.ReduceOp.SUM)
         return packed.cpu()
+
+    def _laid_out(
+        self, found: dict[str, Sums], statistics: Sequence[type[Statistic]], device: torch.device
+    ) -> Iterator[Sums]:
+        """The sums of every known site, nothing where this rank has none; and an empty one, lest there be none."""
+        yield Sums.nothing(statistics, 0, device)
+        for site, heads in self._heads.items():
+            sums = found.get(site)
+            if sums is None or sums.heads != heads:
+                sums = Sums.nothing(statistics, heads, device)
+            yield Sums(statistics, sums.ratios_S2H.to(device), sums.maxima_XH.to(device))
+
+    def _unpack(self, ratios: Tensor, maxima: Tensor, statistics: Sequence[type[Statistic]]) -> dict[str, Sums]:
+        """The sums of every known site, from the order in which `_laid_out` has them."""
+        maxima_count = sum(statistic.joined_by == "max" for statistic in statistics)
+        means_count = len(statistics) - maxima_count
+        heads = list(self._heads.values())
+        of_ratios = torch.split(ratios, [2 * means_count * count for count in heads])
+        of_maxima = torch.split(maxima, [maxima_count * count for count in heads])
+        return {
+            site: Sums(statistics, ratios_.view(means_count, 2, count), maxima_.view(maxima_count, count))
+            for site, count, ratios_, maxima_ in zip(self._heads, heads, of_ratios, of_maxima, strict=True)
+        }
 
     def _exchange_layouts(self, found: dict[str, Sums], quiet: set[str]) -> None:
         """Agree on the sites and their numbers of heads; a site on which ranks disagree is given up by all."""
@@ -117,44 +142,4 @@ class RankReduction:
 
 
 def _heads(found: dict[str, Sums]) -> dict[str, int]:
-    return {site: next(iter(sums.values()))[0].shape[0] for site, sums in found.items()}
-
-
-def _pack(
-    found: dict[str, Sums], heads: dict[str, int], statistics: Iterable[type[Statistic]], device: torch.device
-) -> Tensor:
-    """The sums of some statistics in one tensor, laid out by site, statistic and head."""
-    parts = [torch.empty(0, dtype=torch.float64)]
-    for site, count in heads.items():
-        for statistic in statistics:
-            sums = found.get(site, {}).get(statistic.name)
-            if sums is None or sums[0].shape[0] != count:
-                sums = nothing(statistic, count, device)
-            parts.extend(sums)
-    return torch.cat([part.to(device, wide(device)) for part in parts])
-
-
-def _unpack(
-    sums: Tensor, maxima: Tensor, heads: dict[str, int], statistics: Sequence[type[Statistic]]
-) -> dict[str, Sums]:
-    """The reverse of `_pack` for both tensors."""
-    unpacked: dict[str, Sums] = {}
-    sums_left, maxima_left = (
-        iter(_split(sums, heads, statistics, "mean")),
-        iter(_split(maxima, heads, statistics, "max")),
-    )
-    for site in heads:
-        unpacked[site] = {
-            statistic.name: Maximum(next(maxima_left))
-            if statistic.joined_by == "max"
-            else Ratio(next(sums_left), next(sums_left))
-            for statistic in statistics
-        }
-    return unpacked
-
-
-def _split(
-    packed: Tensor, heads: dict[str, int], statistics: Sequence[type[Statistic]], joined_by: str
-) -> tuple[Tensor, ...]:
-    tensors_each = (2 if joined_by == "mean" else 1) * sum(s.joined_by == joined_by for s in statistics)
-    return torch.split(packed, [count for count in heads.values() for _ in range(tensors_each)])
+    return {site: sums.heads for site, sums in found.items()}

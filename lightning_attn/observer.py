@@ -16,7 +16,7 @@ from lightning_attn.capture.sites import SiteNames
 from lightning_attn.distributed import RankReduction, is_rank_zero
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.statistics.measure import Sums, joined, measure
+from lightning_attn.statistics.measure import Sums, measure
 
 
 class AttentionObserver:
@@ -117,11 +117,10 @@ class AttentionObserver:
 
     def _take(self, call: AttentionCall) -> None:
         found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
-        known = self._sums.get(call.site, found)
-        name = next(iter(found))
-        if len(known[name][0]) != call.heads:
+        known = self._sums.get(call.site)
+        if known is not None and known.heads != found.heads:
             raise UnreadableError(
-                f"it ran with {len(known[name][0])} heads and again with {call.heads} before one snapshot, "
+                f"it ran with {known.heads} heads and again with {found.heads} before one snapshot, "
                 "so that the heads of its calls cannot be matched"
             )
-        self._sums[call.site] = found if known is found else {name: joined(known[name], found[name]) for name in found}
+        self._sums[call.site] = found if known is None else known.joined(found)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.sites import SitePatterns
-from lightning_attn.statistics.measure import Sums, head_values
+from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.registry import known_statistics
 
 
@@ -72,13 +72,10 @@ class Snapshot:
             sums: for each site the sums of every statistic.
             statistics: names of the statistics, in the order to keep.
         """
-        columns = {
-            site: [head_values(found[name]).double().cpu() for name in statistics] for site, found in sums.items()
-        }
-        heads = {site: values[0].shape[0] for site, values in columns.items()}
-        blocks = [torch.stack(values) for values in columns.values()]
+        heads = {site: found.heads for site, found in sums.items()}
+        columns = [found.head_values(statistics).double().cpu() for found in sums.values()]
         empty = torch.empty(len(statistics), 0, dtype=torch.float64)
-        return cls(step, heads, tuple(statistics), torch.cat([empty, *blocks], dim=1))
+        return cls(step, heads, tuple(statistics), torch.cat([empty, *columns], dim=1))
 
     @property
     def sites(self) -> tuple[str, ...]:

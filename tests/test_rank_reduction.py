@@ -24,7 +24,7 @@ from lightning_attn import AttentionCall, AttentionWarning
 from lightning_attn.capture import Visibility
 from lightning_attn.distributed import RankReduction, world_size
 from lightning_attn.statistics import measure, resolve
-from lightning_attn.statistics.measure import Sums, head_values
+from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.statistic import Maximum, Ratio
 
 CPU = torch.device("cpu")
@@ -35,15 +35,15 @@ SECONDS = 60
 
 def sums(entropies: list[float], logits: list[float], weight: float = 1.0) -> Sums:
     """What a rank found at a site: the heads' mean entropies over some rows, and their largest logits."""
-    weights = torch.full((len(entropies),), weight, dtype=torch.float64)
-    return {
-        "entropy": Ratio(torch.tensor(entropies, dtype=torch.float64) * weights, weights),
-        "max_logit": Maximum(torch.tensor(logits, dtype=torch.float64)),
-    }
+    weights = torch.full((1, len(entropies)), weight, dtype=torch.float64)
+    found = Sums.nothing(STATISTICS, len(entropies), CPU)
+    entropy = Ratio(torch.tensor([entropies], dtype=torch.float64) * weights, weights)
+    found.add({"entropy": entropy, "max_logit": Maximum(torch.tensor([logits]))}, slice(None))
+    return found
 
 
 def values(joined: dict[str, Sums]) -> dict[str, dict[str, list[float]]]:
-    return {site: {name: head_values(s).tolist() for name, s in of_site.items()} for site, of_site in joined.items()}
+    return {site: {name: s.or_nan.tolist() for name, s in of_site.items()} for site, of_site in joined.items()}
 
 
 def a_batch(sequences: int) -> AttentionCall:

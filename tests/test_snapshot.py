@@ -12,7 +12,8 @@ import torch
 
 from lightning_attn import HeadValue, Snapshot, Summary
 from lightning_attn.capture.sites import SitePatterns
-from lightning_attn.statistics.statistic import Maximum, Ratio
+from lightning_attn.statistics import Maximum, Ratio, resolve
+from lightning_attn.statistics.measure import Sums
 
 NAN = math.nan
 SITES = ("blocks.0", "blocks.1", "decoder")
@@ -35,22 +36,21 @@ def a_snapshot(step: int = 7) -> Snapshot:
     )
 
 
-def sums(*values: float, weight: float = 2.0) -> Ratio:
-    """The sums of heads that have these values; a weight of zero for a NaN."""
-    value = torch.tensor(values, dtype=torch.float64)
-    weights = torch.where(value.isnan(), 0.0, weight)
-    return Ratio(value.nan_to_num() * weights, weights)
+def sums(entropies: list[float], logits: list[float]) -> Sums:
+    """The sums of two rows for each head; a weight of zero for a NaN."""
+    entropy = torch.tensor([entropies], dtype=torch.float64)
+    weight = torch.where(entropy.isnan(), 0.0, 2.0).double()
+    found = Sums.nothing(resolve(["entropy", "max_logit"]), len(entropies), torch.device("cpu"))
+    found.add(
+        {"entropy": Ratio(entropy.nan_to_num() * weight, weight), "max_logit": Maximum(torch.tensor([logits]))},
+        slice(None),
+    )
+    return found
 
 
 def test_made_of_sums() -> None:
-    snapshot = Snapshot.from_sums(
-        4,
-        {
-            "first": {"entropy": sums(0.5, NAN), "max_logit": Maximum(torch.tensor([3.0, -math.inf]))},
-            "second": {"entropy": sums(0.25), "max_logit": Maximum(torch.tensor([-1.0]))},
-        },
-        ["max_logit", "entropy"],
-    )
+    found = {"first": sums([0.5, NAN], [3.0, -math.inf]), "second": sums([0.25], [-1.0])}
+    snapshot = Snapshot.from_sums(4, found, ["max_logit", "entropy"])
     assert snapshot.step == 4
     assert snapshot.statistics == ("max_logit", "entropy")
     assert snapshot.values.dtype == torch.float64

@@ -56,6 +56,8 @@ class Visibility:
         if self.causal_offset is not None and start + self.causal_offset < keys - 1:
             last_R1 = torch.arange(start, stop, device=device)[:, None] + self.causal_offset
             first = 0 if visible is not None else max(0, start + self.causal_offset + 1)
+            if 2 * first < keys:  # part of a tensor is slower to work on than the whole of it
+                first = 0
             causal = (torch.arange(first, keys, device=device) <= last_R1)[None, None]
             visible = causal if visible is None else visible & causal
         return None if visible is None else (first, visible)

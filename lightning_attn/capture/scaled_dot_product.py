@@ -5,7 +5,6 @@ Shape suffixes as in `lightning_attn.capture.call`.
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -18,22 +17,6 @@ from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 
 
-def _signature(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """The signature of the function, which torch does not give to `inspect`."""
-
-
-_SIGNATURE = inspect.signature(_signature)
-
-
 @reads(functional.scaled_dot_product_attention)
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
     """Read one call: all masks, grouped heads, and inputs of any number of leading dimensions.
@@ -43,15 +26,26 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
     Raises:
         UnreadableError: for nested tensors, whose sequences have no common shape.
     """
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    query, key, value, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+    return _read(sampling, *args, **kwargs)
+
+
+def _read(
+    sampling: Sampling,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
     if query.is_nested or key.is_nested:
         raise UnreadableError(
             "nested tensors are not read yet; use padded tensors with a mask on the steps to be watched"
         )
-    if given["enable_gqa"] and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
+    if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
     leading: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     dimensions = max(query.dim(), key.dim(), value.dim())
@@ -70,11 +64,11 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
         query=query_BHND.expand(sequences, heads, -1, -1),
         key=key_BKMD.expand(sequences, -1, -1, -1),
         value=value_BKME.expand(sequences, -1, -1, -1) if sampling.with_values else None,
-        scale=1 / math.sqrt(query.shape[-1]) if given["scale"] is None else float(given["scale"]),
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         visibility=_visibility(
-            mask if mask is None or isinstance(mask, CausalBias) else in_four_dimensions(mask),
+            attn_mask if attn_mask is None or isinstance(attn_mask, CausalBias) else in_four_dimensions(attn_mask),
             # torch aligns causality to the first query and key, also where their numbers differ.
-            causal_offset=0 if given["is_causal"] else None,
+            causal_offset=0 if is_causal else None,
         ),
         self_attention=queries == keys,
     )

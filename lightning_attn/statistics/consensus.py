@@ -35,11 +35,12 @@ class ConsensusRate(Statistic):
         """Look at the diagonal, the first token's aside."""
         if not self.row_pass.call.is_square:
             return
-        others_BHR = rows.present_BHR & (rows.number_R != self.row_pass.first_seen_BH1)
-        largest_BH = torch.where(others_BHR, rows.weight_on(rows.number_R), 0.0).amax(-1)
+        others_BHR = rows.present_BHR & (rows.number_R != rows.first_key)
+        largest_BH = torch.where(others_BHR, rows.self_weight_BHR, 0.0).amax(-1)
         self._second = largest_BH if self._second is None else torch.maximum(self._second, largest_BH)
         self._rows = self._rows + others_BHR.sum(-1)
-        self._looks_ahead = self._looks_ahead | rows.looks_ahead_BH
+        if not self.row_pass.is_surely_causal:
+            self._looks_ahead = self._looks_ahead | rows.looks_ahead_BH
 
     def result(self) -> Ratio:
         """The rate of each sequence whose matrix is triangular and has a second token."""
@@ -47,5 +48,8 @@ class ConsensusRate(Statistic):
         if self._second is None:
             nothing_BH = torch.zeros(call.sequences, call.heads, device=call.query.device)
             return mean_over_sequences(nothing_BH, nothing_BH > 0)
-        assert isinstance(self._rows, Tensor) and isinstance(self._looks_ahead, Tensor)
-        return mean_over_sequences(1 - self._second, (self._rows > 0) & ~self._looks_ahead)
+        assert isinstance(self._rows, Tensor)
+        is_defined_BH = self._rows > 0
+        if isinstance(self._looks_ahead, Tensor):
+            is_defined_BH = is_defined_BH & ~self._looks_ahead
+        return mean_over_sequences(1 - self._second, is_defined_BH)

@@ -6,12 +6,8 @@ from torch import Tensor
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.statistic import Ratio, RowMean
-
-
-def normalised_entropy(rows: RowBlock) -> Tensor:
-    """``H_i / log m_i`` of each row: 1 for uniform weights, whatever is visible."""
-    return rows.entropy_BHR / rows.visible_count_BHR.clamp(min=2).log()
+from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.statistic import Ratio, RowMean, RowSums, Statistic
 
 
 @register
@@ -28,7 +24,7 @@ class Entropy(RowMean):
 
     def values(self, rows: RowBlock) -> Tensor:
         """Normalised entropy."""
-        return normalised_entropy(rows)
+        return rows.entropy_BHR / rows.log_count_BHR
 
 
 @register
@@ -43,11 +39,11 @@ class KLToUniform(RowMean):
 
     def values(self, rows: RowBlock) -> Tensor:
         """Divergence of each row."""
-        return rows.visible_count_BHR.clamp(min=2).log() - rows.entropy_BHR
+        return rows.log_count_BHR - rows.entropy_BHR
 
 
 @register
-class EntropyWithoutSink(RowMean):
+class EntropyWithoutSink(Statistic):
     """The entropy without the key that receives most weight in its sequence and head; what is left is renormalised.
 
     Only the whole matrix tells which key that is, so the rows are walked over a second time.
@@ -58,22 +54,21 @@ class EntropyWithoutSink(RowMean):
     uniform = "1"
     reading = "The entropy that matters in decoders, where healthy heads park weight on a sink."
 
-    _column_weight: Tensor | None = None
-
-    def values(self, rows: RowBlock) -> Tensor:
-        """Normalised entropy, of rows from which the sink is hidden."""
-        return normalised_entropy(rows)
+    def __init__(self, row_pass: RowPass) -> None:
+        super().__init__(row_pass)
+        self._received_BHM: Tensor | None = None
 
     def add(self, rows: RowBlock) -> None:
         """Add up what each key receives."""
         received_BHM = rows.column_weight_BHM
-        if self._column_weight is None:
-            self._column_weight = received_BHM.new_zeros(*received_BHM.shape[:2], self.row_pass.call.keys)
-        self._column_weight[..., : received_BHM.shape[-1]] += received_BHM
+        if self._received_BHM is None:
+            self._received_BHM = received_BHM.new_zeros(*received_BHM.shape[:2], self.row_pass.call.keys)
+        self._received_BHM[..., : received_BHM.shape[-1]] += received_BHM
 
     def result(self) -> Ratio:
         """The two sums, over rows in which two keys remain."""
-        assert self._column_weight is not None
-        for rows in self.row_pass.blocks(without_key_BH1=self._column_weight.argmax(-1, keepdim=True)):
-            super().add(rows)
-        return super().result()
+        assert self._received_BHM is not None
+        sums = RowSums([Entropy(self.row_pass)])
+        for rows in self.row_pass.blocks(without_key_BH1=self._received_BHM.argmax(-1, keepdim=True)):
+            sums.add(rows)
+        return sums.of(0)

@@ -2,17 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.statistics.row_pass import RowPass, passes
-from lightning_attn.statistics.statistic import Maximum, Ratio, Statistic, wide
+from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowSums, Statistic, wide
 
-#: The sums or the maximum of each statistic, by name, with one entry per head.
-Sums = dict[str, Ratio | Maximum]
+
+class Sums(Mapping[str, Ratio | Maximum]):
+    """The sums of some statistics over sequences and calls, by name, with one entry per head.
+
+    Shape suffixes: S statistics that are means, X statistics that are maxima, H heads; 2: numerator and denominator.
+
+    Args:
+        statistics: which statistics, in the order of the tensors.
+        ratios_S2H: the sums of the means.
+        maxima_XH: the maxima.
+    """
+
+    def __init__(self, statistics: Sequence[type[Statistic]], ratios_S2H: Tensor, maxima_XH: Tensor) -> None:
+        self.statistics = tuple(statistics)
+        self.ratios_S2H = ratios_S2H
+        self.maxima_XH = maxima_XH
+        self._means = [statistic.name for statistic in statistics if statistic.joined_by == "mean"]
+        self._maxima = [statistic.name for statistic in statistics if statistic.joined_by == "max"]
+
+    @classmethod
+    def nothing(cls, statistics: Sequence[type[Statistic]], heads: int, device: torch.device) -> Sums:
+        """The sums before anything was seen."""
+        maxima = sum(statistic.joined_by == "max" for statistic in statistics)
+        kind = wide(device)
+        return cls(
+            statistics,
+            torch.zeros(len(statistics) - maxima, 2, heads, dtype=kind, device=device),
+            torch.full((maxima, heads), -torch.inf, dtype=kind, device=device),
+        )
+
+    @property
+    def heads(self) -> int:
+        """Number of heads, H."""
+        return self.ratios_S2H.shape[-1]
+
+    def __getitem__(self, name: str) -> Ratio | Maximum:
+        if name in self._maxima:
+            return Maximum(self.maxima_XH[self._maxima.index(name)])
+        if name not in self._means:
+            raise KeyError(name)
+        return Ratio(*self.ratios_S2H[self._means.index(name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return (statistic.name for statistic in self.statistics)
+
+    def __len__(self) -> int:
+        return len(self.statistics)
+
+    def joined(self, other: Sums) -> Sums:
+        """The sums of both, which are of the same statistics and heads."""
+        return Sums(
+            self.statistics,
+            self.ratios_S2H + other.ratios_S2H,
+            torch.maximum(self.maxima_XH, other.maxima_XH),
+        )
+
+    def add(self, found: Mapping[str, Ratio | Maximum], heads: slice) -> None:
+        """Add what was found, of shape (B, H), for some heads."""
+        ratios = {name: sums for name, sums in found.items() if isinstance(sums, Ratio)}
+        if ratios:
+            found_S2BH = torch.stack([torch.stack(sums) for sums in ratios.values()])
+            self.ratios_S2H[[self._means.index(name) for name in ratios], :, heads] += found_S2BH.sum(2)
+        for name, sums in found.items():
+            if isinstance(sums, Maximum):
+                known_H = self.maxima_XH[self._maxima.index(name), heads]
+                torch.maximum(known_H, sums.value.amax(0).to(known_H.dtype), out=known_H)
+
+    def head_values(self, names: Sequence[str]) -> Tensor:
+        """The value of some statistics for every head, NaN where it is absent, as (names, H)."""
+        values_SH = torch.cat([Ratio(*self.ratios_S2H.unbind(1)).or_nan, Maximum(self.maxima_XH).or_nan])
+        order = [*self._means, *self._maxima]
+        return values_SH[[order.index(name) for name in names]]
 
 
 def measure(
@@ -31,60 +101,32 @@ def measure(
         block_bytes: see `lightning_attn.statistics.row_pass.passes`.
 
     Returns:
-        Sums over sequences, of shape (H,).
+        Sums over sequences.
     """
-    one_walk = [statistic for statistic in statistics if not statistic.is_spectral]
-    spectral = [statistic for statistic in statistics if statistic.is_spectral]
-    sums = _measure(call, one_walk, passes(call, block_bytes))
-    sampled = call.select(slice(spectral_sequences))
-    return sums | _measure(sampled, spectral, passes(sampled, block_bytes, whole_matrices=True))
-
-
-def _measure(call: AttentionCall, statistics: Sequence[type[Statistic]], row_passes: Iterable[RowPass]) -> Sums:
-    if not statistics:
-        return {}
-    sums = {statistic.name: nothing(statistic, call.heads, call.query.device) for statistic in statistics}
+    sums = Sums.nothing(statistics, call.heads, call.query.device)
     if 0 in (call.sequences, call.queries, call.keys):
         return sums
-    for row_pass in row_passes:
-        measurements = [statistic(row_pass) for statistic in statistics]
-        for rows in row_pass.blocks():
-            for measurement in measurements:
-                measurement.add(rows)
-        heads = slice(row_pass.first_head, row_pass.first_head + row_pass.call.heads)
-        for measurement in measurements:
-            _join_heads(sums[measurement.name], measurement.result(), heads)
+    one_walk = [statistic for statistic in statistics if not statistic.is_spectral]
+    _add_passes(sums, one_walk, passes(call, block_bytes))
+    spectral = [statistic for statistic in statistics if statistic.is_spectral]
+    sampled = call.select(slice(spectral_sequences))
+    _add_passes(sums, spectral, passes(sampled, block_bytes, whole_matrices=True))
     return sums
 
 
-def nothing(statistic: type[Statistic], heads: int, device: torch.device) -> Ratio | Maximum:
-    """The sums of a statistic before anything was seen."""
-    zeros_H = torch.zeros(heads, dtype=wide(device), device=device)
-    return Maximum(zeros_H - torch.inf) if statistic.joined_by == "max" else Ratio(zeros_H, zeros_H.clone())
-
-
-def _join_heads(known: Ratio | Maximum, found: Ratio | Maximum, heads: slice) -> None:
-    """Add the sums of some sequences and heads to those of all heads, in place."""
-    if isinstance(known, Maximum):
-        assert isinstance(found, Maximum)
-        known.value[heads] = torch.maximum(known.value[heads], found.value.amax(0).to(known.value.dtype))
-    else:
-        assert isinstance(found, Ratio)
-        known.numerator[heads] += found.numerator.sum(0)
-        known.denominator[heads] += found.denominator.sum(0)
-
-
-def joined(first: Ratio | Maximum, second: Ratio | Maximum) -> Ratio | Maximum:
-    """The sums of two calls together."""
-    if isinstance(first, Maximum):
-        assert isinstance(second, Maximum)
-        return Maximum(torch.maximum(first.value, second.value))
-    assert isinstance(second, Ratio)
-    return Ratio(first.numerator + second.numerator, first.denominator + second.denominator)
-
-
-def head_values(sums: Ratio | Maximum) -> Tensor:
-    """The value of each head, NaN where it is absent."""
-    if isinstance(sums, Maximum):
-        return torch.where(sums.value.isneginf(), torch.nan, sums.value)
-    return torch.where(sums.denominator > 0, sums.numerator / sums.denominator, torch.nan)
+def _add_passes(sums: Sums, statistics: Sequence[type[Statistic]], row_passes: Iterable[RowPass]) -> None:
+    if not statistics:
+        return
+    for row_pass in row_passes:
+        measurements = [statistic(row_pass) for statistic in statistics]
+        means = [measurement for measurement in measurements if isinstance(measurement, RowMean)]
+        others = [measurement for measurement in measurements if not isinstance(measurement, RowMean)]
+        row_sums = RowSums(means)
+        for rows in row_pass.blocks():
+            if means:
+                row_sums.add(rows)
+            for measurement in others:
+                measurement.add(rows)
+        found: dict[str, Ratio | Maximum] = {mean.name: row_sums.of(index) for index, mean in enumerate(means)}
+        found |= {measurement.name: measurement.result() for measurement in others}
+        sums.add(found, slice(row_pass.first_head, row_pass.first_head + row_pass.call.heads))

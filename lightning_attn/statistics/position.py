@@ -21,7 +21,7 @@ class SelfWeight(RowMean):
 
     def values(self, rows: RowBlock) -> Tensor:
         """Weight on the diagonal."""
-        return rows.weight_on(rows.number_R)
+        return rows.self_weight_BHR
 
     def counted(self, rows: RowBlock) -> Tensor:
         """Every present row of a square matrix."""

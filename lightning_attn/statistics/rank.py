@@ -36,4 +36,5 @@ class StableRank(Statistic):
         """The stable rank of each sequence with a present row."""
         assert isinstance(self._square_sum, Tensor)
         largest_BH = largest_singular_value_squared(self.row_pass)
-        return mean_over_sequences(self._square_sum / largest_BH, largest_BH > 0)
+        stable_rank_BH = (self._square_sum / largest_BH).clamp(min=1)  # rounding falls short of it at rank one
+        return mean_over_sequences(stable_rank_BH, largest_BH > 0)

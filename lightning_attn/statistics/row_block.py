@@ -44,6 +44,7 @@ class RowBlock:
         start: number of the first row.
         padding_BHR: rows that are no tokens; broadcasts. ``None`` where every row is one.
         sink_logits_H1: one more logit per head, whose weight goes nowhere.
+        first_key: the first key that any query of the sequence sees: its number, or (B, H, 1); broadcasts.
         without_key_BH1: a key of each sequence and head that is hidden as well.
         workspace: what the logits were computed in.
     """
@@ -55,6 +56,7 @@ class RowBlock:
         start: int,
         padding_BHR: Tensor | None,
         sink_logits_H1: Tensor | None,
+        first_key: int | Tensor,
         without_key_BH1: Tensor | None,
         workspace: Workspace,
     ) -> None:
@@ -64,6 +66,7 @@ class RowBlock:
         self._visible = visible
         self._padding_BHR = padding_BHR
         self._sink_logits_H1 = sink_logits_H1
+        self.first_key = first_key
         self._without_key_BH1 = without_key_BH1
         self._workspace = workspace
         self._kept = None if visible is None else visible[1].float()
@@ -73,11 +76,15 @@ class RowBlock:
     # Filling under a boolean mask takes ten times as long on a CPU as the arithmetic that does the same here.
 
     def _hide(self) -> None:
-        """Give hidden keys the logit that stands for them, whatever theirs is: NaN or infinite as well."""
+        """Give hidden keys the logit that stands for them, whatever theirs is.
+
+        Logits that are not finite become infinity first: it is less than nothing, so that hidden keys lose it, and
+        visible ones keep it and show that their row is not finite.
+        """
         if self._visible is not None:
             first, visible = self._visible
             unsure_BHRM = self._logits_BHRM[..., first:]
-            unsure_BHRM.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            unsure_BHRM.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
             torch.minimum(unsure_BHRM, torch.where(visible, torch.inf, _HIDDEN), out=unsure_BHRM)
         self._overwrite_removed(self._logits_BHRM, _HIDDEN)
 
@@ -102,17 +109,21 @@ class RowBlock:
     @cached_property
     def visible_count_BHR(self) -> Tensor:
         """Number of keys that each query sees, m_i."""
-        shape, keys = self._shape[:3], self._shape[3]
-        if self._visible is None:
+        *shape, keys = self._shape
+        if self._visible is None or self._kept is None:
             count_BHR = self._logits_BHRM.new_full(shape, keys)
         else:
-            first, visible = self._visible
-            if visible.shape[-1] == 1 and keys - first > 1:  # one value for every key
-                visible = visible.expand(*visible.shape[:-1], keys - first)
-            count_BHR = (visible.sum(-1, dtype=torch.float32) + first).expand(shape)
+            first, _ = self._visible
+            kept = self._kept.expand(*self._kept.shape[:-1], keys - first)  # it may have one value for every key
+            count_BHR = (kept.sum(-1) + first).expand(shape)
         if self._without_key_BH1 is not None:
-            count_BHR = count_BHR - self.sees(self._without_key_BH1).float()
+            count_BHR = count_BHR - self._sees(self._without_key_BH1).float()
         return count_BHR
+
+    @cached_property
+    def log_count_BHR(self) -> Tensor:
+        """The largest entropy a row can have, ``log m_i``; something positive where there is no choice."""
+        return self.visible_count_BHR.clamp(min=2).log()
 
     @cached_property
     def row_max_BHR(self) -> Tensor:
@@ -154,7 +165,7 @@ class RowBlock:
     @cached_property
     def finite_BHR(self) -> Tensor:
         """Rows in which no visible logit is infinite or NaN."""
-        return self.row_max_BHR.isfinite() & self._gap_sum_BHR.isfinite()
+        return (self.row_max_BHR + self._gap_sum_BHR).isfinite()
 
     @cached_property
     def queries_BHR(self) -> Tensor:
@@ -166,7 +177,8 @@ class RowBlock:
     @cached_property
     def present_BHR(self) -> Tensor:
         """Rows that have a distribution: a visible key, finite logits, no padding."""
-        return self.finite_BHR & self.queries_BHR & (self.visible_count_BHR >= 1)
+        present_BHR = self.finite_BHR & (self.visible_count_BHR >= 1)
+        return present_BHR if self._padding_BHR is None else present_BHR & self.queries_BHR
 
     @cached_property
     def spread_out_BHR(self) -> Tensor:
@@ -181,7 +193,8 @@ class RowBlock:
         sharp.
         """
         products_BHRM = self._scratch(torch.mul, self.exponentials_BHRM, self.gap_BHRM)
-        return self.exponential_sum_BHR.log() - products_BHRM.sum(-1) / self.exponential_sum_BHR
+        entropy_BHR = self.exponential_sum_BHR.log() - products_BHRM.sum(-1) / self.exponential_sum_BHR
+        return torch.minimum(entropy_BHR, self.log_count_BHR)  # rounding exceeds it where weights are uniform
 
     @cached_property
     def logit_std_BHR(self) -> Tensor:
@@ -197,21 +210,14 @@ class RowBlock:
         """Largest weight of each row."""
         return 1 / self.total_BHR
 
-    def weight_on(self, key: Tensor) -> Tensor:
-        """The weight that each row gives to one key.
-
-        Args:
-            key: number of the key for each row, or one for each sequence and head; broadcasts to (B, H, R).
-
-        Returns:
-            (B, H, R); zero for a key that is hidden from the row.
-        """
+    def _weight_on(self, key: Tensor) -> Tensor:
+        """The weight that each row gives to a key of its own, (B, H, R); zero where the key is hidden from it."""
         index_BHR1, within_BHR1 = self._index_of(key)
         exponential_BHR1 = torch.where(within_BHR1, self.exponentials_BHRM.gather(-1, index_BHR1), 0.0)
         return exponential_BHR1[..., 0] / self.total_BHR
 
-    def sees(self, key: Tensor) -> Tensor:
-        """Whether each row may see one key; shapes as in `weight_on`."""
+    def _sees(self, key: Tensor) -> Tensor:
+        """Whether each row may see a key of its own, (B, H, R)."""
         index_BHR1, within_BHR1 = self._index_of(key)
         if self._visible is None:
             return within_BHR1[..., 0]
@@ -221,20 +227,45 @@ class RowBlock:
         return (within_BHR1 & (told_BHR1 | (index_BHR1 < first)))[..., 0]
 
     @cached_property
+    def first_key_weight_BHR(self) -> Tensor:
+        """The weight that each row gives to the first key that is seen at all; zero where it does not see it."""
+        if isinstance(self.first_key, int):
+            return self.exponentials_BHRM[..., self.first_key] / self.total_BHR
+        return self._weight_on(self.first_key)
+
+    @cached_property
+    def sees_first_key_BHR(self) -> Tensor:
+        """Whether each row may see the first key that is seen at all."""
+        if isinstance(self.first_key, int):
+            if self._visible is None or self.first_key < self._visible[0]:
+                return torch.ones_like(self.finite_BHR)
+            return self._visible[1][..., self.first_key - self._visible[0]].expand(self._shape[:3])
+        return self._sees(self.first_key)
+
+    @cached_property
+    def self_weight_BHR(self) -> Tensor:
+        """The weight that each query gives to the key of its own number; zero where it does not see it."""
+        if self.stop <= self._shape[3]:
+            own_BHRR = self.exponentials_BHRM[..., self.start : self.stop]
+            return own_BHRR.diagonal(dim1=-2, dim2=-1) / self.total_BHR
+        return self._weight_on(self.number_R)
+
+    @cached_property
     def number_R(self) -> Tensor:
         """The number of each row."""
         return torch.arange(self.start, self.stop, device=self._logits_BHRM.device)
 
     @cached_property
     def looks_ahead_BH(self) -> Tensor:
-        """Whether a query of the block sees a key that comes after it."""
+        """Whether a query of the block that is a token sees a key that comes after it."""
         batch, heads, _, keys = self._shape
         device = self._logits_BHRM.device
         if self._visible is None:
             return torch.full((batch, heads), keys > self.start + 1, device=device)
         first, visible = self._visible
         after_RM = torch.arange(first, keys, device=device) > self.number_R[:, None]
-        return (visible & after_RM).flatten(2).any(-1).expand(batch, heads) | (first > self.start + 1)
+        ahead_BHR = (visible & after_RM).any(-1) | (first > self.number_R + 1)
+        return (ahead_BHR & self.queries_BHR).any(-1)
 
     @cached_property
     def column_weight_BHM(self) -> Tensor:

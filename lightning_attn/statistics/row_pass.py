@@ -86,9 +86,18 @@ class RowPass:
         return seen_BHM
 
     @cached_property
-    def first_seen_BH1(self) -> Tensor:
+    def _first_key(self) -> int | Tensor:
         """The first key that any query may see: after left padding, the first token."""
+        visibility = self.call.visibility
+        if visibility.mask is None and visibility.bias is None:
+            return 0
         return self.seen_BHM.int().argmax(-1, keepdim=True)
+
+    @property
+    def is_surely_causal(self) -> bool:
+        """Whether causality alone keeps every query from seeing a later key; otherwise masks must be looked at."""
+        offset = self.call.visibility.causal_offset
+        return offset is not None and offset <= 0
 
     @cached_property
     def _padding_BHN(self) -> Tensor | None:
@@ -130,6 +139,7 @@ class RowPass:
             start,
             padding_BHR=None if self._padding_BHN is None else self._padding_BHN[..., start:stop],
             sink_logits_H1=None if call.sink_logits is None else call.sink_logits.float()[:, None],
+            first_key=self._first_key,
             without_key_BH1=without_key_BH1,
             workspace=self._workspace,
         )

@@ -28,13 +28,13 @@ class SinkStrength(RowMean):
 
     def values(self, rows: RowBlock) -> Tensor:
         """Weight on the first visible key."""
-        return rows.weight_on(self.row_pass.first_seen_BH1)
+        return rows.first_key_weight_BHR
 
     def counted(self, rows: RowBlock) -> Tensor:
         """Queries that see the key and are another token."""
-        counted_BHR = rows.present_BHR & rows.sees(self.row_pass.first_seen_BH1)
+        counted_BHR = rows.present_BHR & rows.sees_first_key_BHR
         if self.row_pass.call.self_attention:
-            counted_BHR = counted_BHR & (rows.number_R != self.row_pass.first_seen_BH1)
+            counted_BHR = counted_BHR & (rows.number_R != rows.first_key)
         return counted_BHR
 
 
@@ -58,9 +58,8 @@ class SinkRate(Statistic):
 
     def add(self, rows: RowBlock) -> None:
         """Add up what the first visible key receives."""
-        first_BH1 = self.row_pass.first_seen_BH1
-        counted_BHR = rows.present_BHR & rows.sees(first_BH1)
-        self._weight = self._weight + torch.where(counted_BHR, rows.weight_on(first_BH1), 0.0).sum(-1)
+        counted_BHR = rows.present_BHR & rows.sees_first_key_BHR
+        self._weight = self._weight + torch.where(counted_BHR, rows.first_key_weight_BHR, 0.0).sum(-1)
         self._queries = self._queries + counted_BHR.sum(-1)
 
     def result(self) -> Ratio:

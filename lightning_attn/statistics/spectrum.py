@@ -16,9 +16,9 @@ from lightning_attn.statistics.row_pass import RowPass
 _DECOMPOSED_SIZE = 128
 #: The subspace is spanned by powers of A^T A applied to so many vectors: at most so many powers, and fewer where one
 #: more raises the result by less than the tolerance.
-_VECTORS = 12
-_POWERS = 8
-_TOLERANCE = 1e-4
+_VECTORS = 8
+_POWERS = 20
+_TOLERANCE = 1e-5
 
 
 def largest_singular_value_squared(row_pass: RowPass) -> Tensor:
@@ -106,11 +106,17 @@ def _starting_vectors(keys: int, device: torch.device) -> Tensor:
 
 
 def _orthonormal(block_BHMV: Tensor, basis_BHMS: Tensor) -> Tensor:
-    """An orthonormal basis of what a block adds to a subspace; twice, as once leaves rounding behind."""
-    for _ in range(2):
-        block_BHMV = block_BHMV - basis_BHMS @ (basis_BHMS.transpose(-1, -2) @ block_BHMV)
-        block_BHMV = torch.linalg.qr(block_BHMV).Q
-    return block_BHMV
+    """An orthonormal basis of what a block adds to a subspace.
+
+    Where it adds nothing, the decomposition of both together still gives directions outside the subspace; projecting
+    the subspace out of the block alone would leave nothing but rounding. The second round removes the rounding of the
+    first.
+    """
+    known = basis_BHMS.shape[-1]
+    block_BHMV = torch.linalg.qr(torch.cat([basis_BHMS, block_BHMV], dim=-1)).Q[..., known:]
+    block_BHMV = block_BHMV - basis_BHMS @ (basis_BHMS.transpose(-1, -2) @ block_BHMV)
+    orthonormal_BHMV: Tensor = torch.linalg.qr(block_BHMV).Q
+    return orthonormal_BHMV
 
 
 def _largest_eigenvalue(symmetric_BHSS: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -18,11 +19,21 @@ class Ratio(NamedTuple):
     numerator: Tensor
     denominator: Tensor
 
+    @property
+    def or_nan(self) -> Tensor:
+        """The mean, NaN where it is absent."""
+        return torch.where(self.denominator > 0, self.numerator / self.denominator, torch.nan)
+
 
 class Maximum(NamedTuple):
     """A maximum of shape (B, H). Minus infinity: the value is absent."""
 
     value: Tensor
+
+    @property
+    def or_nan(self) -> Tensor:
+        """The maximum, NaN where it is absent."""
+        return torch.where(self.value.isneginf(), torch.nan, self.value)
 
 
 class Statistic(ABC):
@@ -70,11 +81,6 @@ class Statistic(ABC):
 class RowMean(Statistic):
     """A statistic that is the mean of a number over rows; rows of all sequences count alike."""
 
-    def __init__(self, row_pass: RowPass) -> None:
-        super().__init__(row_pass)
-        self._numerator: Tensor | float = 0.0
-        self._denominator: Tensor | float = 0.0
-
     @abstractmethod
     def values(self, rows: RowBlock) -> Tensor:
         """The number of each row, (B, H, R); anything where the row does not count."""
@@ -83,17 +89,43 @@ class RowMean(Statistic):
         """The rows that count, boolean (B, H, R): those that have at least two keys to choose from."""
         return rows.spread_out_BHR
 
+    def result(self) -> Ratio:
+        """The mean over one more walk of its own; `measure` takes several means in one walk instead."""
+        sums = RowSums([self])
+        for rows in self.row_pass.blocks():
+            sums.add(rows)
+        return sums.of(0)
+
+
+class RowSums:
+    """The sums of several means over rows, taken together so that they cost few operations.
+
+    Args:
+        statistics: the means, at least one.
+    """
+
+    def __init__(self, statistics: Sequence[RowMean]) -> None:
+        self._statistics = statistics
+        self._numerator_SBH: Tensor | None = None
+        self._denominator_SBH: Tensor | None = None
+
     def add(self, rows: RowBlock) -> None:
         """Add the values of the rows that count."""
-        counted_BHR = self.counted(rows)
-        values_BHR = torch.where(counted_BHR, self.values(rows), 0.0)
-        self._numerator = self._numerator + values_BHR.sum(-1, dtype=wide(values_BHR.device))
-        self._denominator = self._denominator + counted_BHR.sum(-1)
+        values_SBHR = torch.stack([statistic.values(rows) for statistic in self._statistics])
+        counted_SBHR = torch.stack([statistic.counted(rows) for statistic in self._statistics])
+        kept_SBHR = torch.where(counted_SBHR, values_SBHR, 0.0)
+        numerator_SBH = kept_SBHR.sum(-1, dtype=wide(kept_SBHR.device))
+        denominator_SBH = counted_SBHR.sum(-1, dtype=numerator_SBH.dtype)
+        if self._numerator_SBH is None or self._denominator_SBH is None:
+            self._numerator_SBH, self._denominator_SBH = numerator_SBH, denominator_SBH
+        else:
+            self._numerator_SBH += numerator_SBH
+            self._denominator_SBH += denominator_SBH
 
-    def result(self) -> Ratio:
-        """The two sums."""
-        assert isinstance(self._numerator, Tensor) and isinstance(self._denominator, Tensor)
-        return Ratio(self._numerator, self._denominator.to(self._numerator.dtype))
+    def of(self, index: int) -> Ratio:
+        """The sums of one of the means."""
+        assert self._numerator_SBH is not None and self._denominator_SBH is not None
+        return Ratio(self._numerator_SBH[index], self._denominator_SBH[index])
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
 from lightning_attn.statistics import known_statistics, measure, resolve
-from lightning_attn.statistics.measure import head_values
 
 NAN, INF = math.nan, math.inf
 
@@ -29,14 +28,14 @@ exact_every_time = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=20,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
 )
 
 
 def values(call: AttentionCall, **options: int | None) -> dict[str, list[float]]:
     """Every statistic of every head, NaN where it is absent."""
-    return {name: head_values(sums).tolist() for name, sums in measure(call, resolve(None), **options).items()}
+    return {name: sums.or_nan.tolist() for name, sums in measure(call, resolve(None), **options).items()}
 
 
 def assert_equals_reference(call: AttentionCall) -> None:
@@ -347,8 +346,8 @@ def test_where_nothing_is_seen_all_is_absent(call: AttentionCall) -> None:
     got = values(call)
     hidden = got.pop("hidden_row_share")
     assert all(math.isnan(value) for of_heads in got.values() for value in of_heads), got
-    # Rows that see nothing are counted, unless there is no row or it is padding.
-    has_rows = call.sequences and call.queries and not call.self_attention
+    # Rows that see nothing are counted, unless there is no row or no key, or the row is padding.
+    has_rows = call.sequences and call.queries and call.keys and not call.self_attention
     assert hidden == [1, 1] if has_rows else all(map(math.isnan, hidden))
 
 
@@ -409,7 +408,7 @@ def of_targets(targets: Tensor) -> AttentionCall:
 
 
 def assert_stable_rank(call: AttentionCall) -> None:
-    (got,) = head_values(measure(call, resolve("stable_rank"))["stable_rank"]).tolist()
+    (got,) = measure(call, resolve("stable_rank"))["stable_rank"].or_nan.tolist()
     (expected,) = reference.head_values("stable_rank", reference.heads(call))
     assert got == pytest.approx(expected, rel=1e-3)
 
@@ -418,18 +417,18 @@ everything_or_causal = pytest.mark.parametrize("causal", [False, True], ids=["ev
 
 
 @everything_or_causal
-@pytest.mark.parametrize("size", [0, 0.5, 1, 2, 4, 8, 100])
+@pytest.mark.parametrize("size", [0, 0.5, 1, 3, 10, 100])
 def test_stable_rank_of_random_logits(size: float, causal: bool) -> None:
     assert_stable_rank(of_logits(size * torch.randn(300, 300), causal))
 
 
-@pytest.mark.parametrize("size", [0, 1, 4])
-@pytest.mark.parametrize("shape", [(150, 400), (400, 150), (129, 130), (20, 500), (500, 20)])
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("shape", [(150, 300), (300, 150), (20, 400), (400, 20)])
 def test_stable_rank_of_rectangles(shape: tuple[int, int], size: float) -> None:
     assert_stable_rank(of_logits(size * torch.randn(shape)))
 
 
-@pytest.mark.parametrize("peak", [2, 4, 6, 8, 12, 100])
+@pytest.mark.parametrize("peak", [3, 6, 12, 100])
 @pytest.mark.parametrize("back", [0, 1, 5], ids=["itself", "the previous token", "five tokens back"])
 def test_stable_rank_of_a_head_that_looks_at(back: int, peak: float) -> None:
     n = 300
@@ -446,15 +445,15 @@ def test_stable_rank_of_a_noisy_permutation(peak: float) -> None:
 
 
 @everything_or_causal
-@pytest.mark.parametrize("size", [0, 1, 3])
-@pytest.mark.parametrize("width", [2, 3, 8, 64])
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("width", [2, 3, 16])
 def test_stable_rank_of_a_window(width: int, size: float, causal: bool) -> None:
     assert_stable_rank(of_logits(size * torch.randn(300, 300), causal, mask=_distance(300, 300).abs() < width))
 
 
 @everything_or_causal
-@pytest.mark.parametrize("size", [0, 1, 3])
-@pytest.mark.parametrize("count", [2, 10, 40, 100])
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("count", [2, 40, 100])
 def test_stable_rank_of_documents(count: int, size: float, causal: bool) -> None:
     """Many matrices in one, whose largest singular values are close to each other."""
     document = torch.randint(count, (400,)).sort().values
@@ -484,12 +483,11 @@ def test_stable_rank_of_a_permutation(order: Callable[[int], Tensor], n: int) ->
 @pytest.mark.parametrize("n", [129, 200, 300, 400])
 def test_stable_rank_of_uniform_attention(n: int) -> None:
     call = of_logits(torch.zeros(n, n))
-    (got,) = head_values(measure(call, resolve("stable_rank"))["stable_rank"]).tolist()
+    (got,) = measure(call, resolve("stable_rank"))["stable_rank"].or_nan.tolist()
     assert got == pytest.approx(1, rel=1e-4)
 
 
-@everything_or_causal
-def test_stable_rank_of_a_long_sequence(causal: bool) -> None:
+def test_stable_rank_of_a_long_sequence() -> None:
     n = 700
-    assert_stable_rank(of_logits(torch.randn(n, n), causal))
-    assert_stable_rank(of_logits(torch.zeros(n, n), causal, mask=_distance(n, n).abs() < 3))
+    assert_stable_rank(of_logits(torch.randn(n, n), causal=True))
+    assert_stable_rank(of_logits(torch.zeros(n, n), mask=_distance(n, n).abs() < 3))

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
 from lightning_attn.statistics import measure, resolve, sink
-from lightning_attn.statistics.measure import head_values
 
 N = 64
 
@@ -34,7 +33,7 @@ def of_weights(weights: Tensor) -> AttentionCall:
 
 
 def statistic(name: str, call: AttentionCall) -> float:
-    (value,) = head_values(measure(call, resolve(name))[name]).tolist()
+    (value,) = measure(call, resolve(name))[name].or_nan.tolist()
     return float(value)
 
 
