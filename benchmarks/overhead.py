@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import logging
 import math
 import multiprocessing
@@ -19,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,10 +35,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_attn import AttentionMonitor
+from lightning_attn import AttentionMonitor, AttentionObserver
 from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics import known_statistics, measure
-from lightning_attn.statistics.measure import head_values
+from lightning_attn.statistics.measure import Sums
+from lightning_attn.tensorboard import heat_map
 
 ALL = list(known_statistics())
 SPECTRAL = [name for name, statistic in known_statistics().items() if statistic.is_spectral]
@@ -45,19 +49,26 @@ SECOND_WALK = ["entropy_without_sink"]  # which key to leave out is known only w
 ONE_PASS = [name for name in NOT_SPECTRAL if name not in SECOND_WALK]
 
 HEADS, WIDTH = 8, 64
+SHARP = 50.0  # heads of a run that is lost: most weights are too small for float32, which must not make them slow
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often everything is repeated."""
+    """How often everything is repeated.
+
+    Args:
+        rounds: turns of everything that is compared.
+        steps: training steps of one turn.
+        calls: attention calls of one turn.
+    """
 
     rounds: int
     steps: int
     calls: int
 
 
-THOROUGH = Effort(rounds=7, steps=20, calls=3)
-QUICK = Effort(rounds=2, steps=5, calls=1)
+THOROUGH = Effort(rounds=7, steps=12, calls=2)
+QUICK = Effort(rounds=2, steps=4, calls=1)
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
@@ -96,6 +107,14 @@ def at_most(limit: float) -> tuple[str, float]:
     return "at most", limit
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -132,9 +151,6 @@ def ratios(baseline: Callable[[], float], others: dict[str, Callable[[], float]]
         others: what is compared with it, in the same way.
         rounds: how often everything has its turn.
     """
-    baseline()  # warm up: memory, threads, and what is imported when it is first needed
-    for other in others.values():
-        other()
     found: dict[str, list[float]] = {name: [] for name in others}
     before = baseline()
     baselines = [before]
@@ -160,7 +176,7 @@ SIZES = {
     "demo": Size(layers=3, heads=4, width=64, tokens=64, batch=16),
     "larger": Size(layers=4, heads=8, width=256, tokens=256, batch=8),
 }
-DEFAULT_CADENCE = 50
+DEFAULT_CADENCE, HEAT_MAP_CADENCE = 50, 500
 WARM_UP_STEPS = 4
 
 
@@ -217,7 +233,8 @@ def step_seconds(
     if every_n_steps is None:
         return median(seconds[step] for step in measured)
     captures = range(0, all_steps, every_n_steps)
-    assert len(monitor.history) == len(captures), "the monitor did not capture when it should"
+    if len(monitor.history) != len(captures):
+        raise RuntimeError(f"There were {len(monitor.history)} captures, not {len(captures)}.")
     capture_seconds = median(seconds[step] for step in measured if step in captures)
     if every_n_steps == 1:
         return capture_seconds
@@ -227,33 +244,59 @@ def step_seconds(
 
 def training_rows(effort: Effort) -> Iterator[Row]:
     for name, size in SIZES.items():
-        progress(f"training steps of the {name} LM ({size})")
-        variants: dict[str, Callable[[], float]] = {
-            "default": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE),
-            "every step, not spectral": lambda size=size: step_seconds(size, effort.steps, 1, NOT_SPECTRAL),
-            "every step, all": lambda size=size: step_seconds(size, effort.steps, 1),
-        }
-        found = ratios(lambda size=size: step_seconds(size, effort.steps), variants, effort.rounds)
         setting = f"{name} LM: {size}"
-        yield found["default"].row(
-            "training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03)
+        progress(f"training steps of the {setting}")
+        # A run is compared with one of the same length: its first steps may be faster or slower than later ones.
+        default = ratios(
+            lambda size=size: step_seconds(size, DEFAULT_CADENCE),
+            {"default": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE)},
+            effort.rounds,
+        )["default"]
+        every_step = ratios(
+            lambda size=size: step_seconds(size, effort.steps),
+            {
+                "not spectral": lambda size=size: step_seconds(size, effort.steps, 1, NOT_SPECTRAL),
+                "all": lambda size=size: step_seconds(size, effort.steps, 1),
+            },
+            effort.rounds,
         )
-        yield found["every step, not spectral"].row(
+        yield default.row("training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03))
+        yield heat_map_row(size, setting, default.baseline_seconds)
+        yield every_step["not spectral"].row(
             "training step, `every_n_steps=1`, all but spectral statistics", setting, "plain step", goal(1.10)
         )
-        yield found["every step, all"].row("training step, `every_n_steps=1`, all statistics", setting, "plain step")
+        yield every_step["all"].row("training step, `every_n_steps=1`, all statistics", setting, "plain step")
+
+
+def heat_map_row(size: Size, setting: str, step_seconds: float) -> Row:
+    """What TensorBoard's heat maps add. The runs above have no logger, so that disks are not measured."""
+    model = LanguageModel(size)
+    observer = AttentionObserver(model)
+    with observer:
+        model.training_step(size.random_batch(), 0)
+    snapshot = observer.snapshot()
+    seconds = seconds_of(lambda: [heat_map(snapshot, name) for name in snapshot.statistics], calls=1)
+    ratio = 1 + seconds / (HEAT_MAP_CADENCE * step_seconds)
+    return Row(
+        f"training step, the heat maps of all statistics every {HEAT_MAP_CADENCE} steps alone",
+        setting,
+        f"plain step, {1000 * step_seconds:.3g} ms",
+        f"× {ratio:.3f}",
+        "",
+        judged(ratio, at_most(1.03)),
+    )
 
 
 # --- One call ---------------------------------------------------------------------------------------------------------
 
 
-def random_call(sequences: int, tokens: int, is_causal: bool) -> AttentionCall:
-    """A call as a model with normalised queries and keys would make it."""
+def random_call(sequences: int, tokens: int, is_causal: bool, logit_std: float = 1.0) -> AttentionCall:
+    """A call whose logits have a given standard deviation: 1 at the start of training, 50 in a run that is lost."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(sequences, HEADS, tokens, WIDTH, generator=generator) for _ in range(3))
     return AttentionCall(
         site="attention",
-        query=query,
+        query=query * logit_std,
         key=key,
         value=value,
         scale=1 / math.sqrt(WIDTH),
@@ -266,16 +309,20 @@ def is_causal(call: AttentionCall) -> bool:
     return call.visibility.causal_offset is not None
 
 
+def described(call: AttentionCall) -> str:
+    kind = "causal" if is_causal(call) else "full"
+    return f"{kind}, n = {call.queries}, {call.heads} heads, {counted(call.sequences, 'sequence')}"
+
+
 def fused_forward(call: AttentionCall) -> Tensor:
     return functional.scaled_dot_product_attention(
         call.query, call.key, call.value, is_causal=is_causal(call), scale=call.scale
     )
 
 
-def statistics_of(call: AttentionCall, names: Sequence[str]) -> dict[str, Tensor]:
-    """The values of each head by the package."""
-    sums = measure(call, [known_statistics()[name] for name in names], spectral_sequences=1)
-    return {name: head_values(found) for name, found in sums.items()}
+def statistics_of(call: AttentionCall, names: Sequence[str]) -> Sums:
+    """The package's own way."""
+    return measure(call, [known_statistics()[name] for name in names], spectral_sequences=1)
 
 
 def dense_formulas(call: AttentionCall) -> dict[str, Tensor]:
@@ -294,7 +341,8 @@ def dense_formulas(call: AttentionCall) -> dict[str, Tensor]:
     centred_BHNM = visible_logits_BHNM - visible_logits_BHNM.sum(-1, keepdim=True) / count_N[:, None]
     variance_BHN = centred_BHNM.square().masked_fill(~visible_NM, 0).sum(-1) / count_N
     diagonal_BHN = weights_BHNM.diagonal(dim1=-2, dim2=-1)
-    triangular = not (visible_NM.triu(1) & visible_NM).any()
+    looks_ahead = bool(visible_NM.triu(1).any())
+    consensus_BH = 1 - diagonal_BHN[..., 1:].amax(-1)
 
     def over_rows(values_BHN: Tensor, counted_N: Tensor = several_N) -> Tensor:
         return values_BHN[..., counted_N].mean((0, 2))
@@ -308,9 +356,7 @@ def dense_formulas(call: AttentionCall) -> dict[str, Tensor]:
         "sink_strength": over_rows(weights_BHNM[..., 0], torch.arange(call.queries) > 0),
         "sink_rate": (weights_BHNM.mean(-2)[..., 0] > 0.3).float().mean(0),
         "self_weight": over_rows(diagonal_BHN, count_N >= 1),
-        "consensus_rate": (1 - diagonal_BHN[..., 1:].amax(-1)).mean(0)
-        if triangular
-        else torch.full((HEADS,), torch.nan),
+        "consensus_rate": consensus_BH.mean(0) * (torch.nan if looks_ahead else 1),
         "non_finite_share": over_rows((~logits_BHNM.isfinite().all(-1)).float(), count_N >= 1),
         "hidden_row_share": over_rows((count_N == 0).expand_as(entropy_BHN).float(), count_N >= 0),
     }
@@ -321,12 +367,14 @@ def check_dense_formulas() -> None:
     for causal in (True, False):
         call = random_call(2, 192, causal)
         expected = dense_formulas(call)
-        for name, values in statistics_of(call, ONE_PASS).items():
-            torch.testing.assert_close(values.float(), expected[name].float(), equal_nan=True, msg=name)
+        snapshot = Snapshot.from_sums(0, {call.site: statistics_of(call, ONE_PASS)}, ONE_PASS)
+        for name, values_H in zip(ONE_PASS, snapshot.values, strict=True):
+            torch.testing.assert_close(values_H.float(), expected[name].float(), equal_nan=True)
 
 
 def seconds_of(function: Callable[[], object], calls: int) -> float:
-    """The median time of a call."""
+    """The median time of a call, after one that warms up."""
+    function()
     times = [time.perf_counter()]
     for _ in range(calls):
         function()
@@ -338,27 +386,39 @@ def call_rows(effort: Effort) -> Iterator[Row]:
     check_dense_formulas()
     for tokens, sequences in ((1024, 4), (4096, 1)):
         for causal in (True, False):
-            setting = f"{'causal' if causal else 'full'}, n = {tokens}, {HEADS} heads, {_counted(sequences)}"
-            progress(f"statistics of one call ({setting})")
-            call = random_call(sequences, tokens, causal)
-            found = _ratios_of_call(
-                call,
-                {
-                    "one pass": lambda call=call: statistics_of(call, ONE_PASS),
-                    "two walks": lambda call=call: statistics_of(call, ONE_PASS + SECOND_WALK),
-                    "dense": lambda call=call: dense_formulas(call),
-                },
-                effort,
-            )
-            yield found["one pass"].row("one-pass statistics of a call", setting, "fused forward", goal(3))
-            yield found["two walks"].row("the same and `entropy_without_sink`", setting, "fused forward")
-            yield found["dense"].row("one-pass statistics by dense formulas", setting, "fused forward")
+            yield from one_pass_rows(random_call(sequences, tokens, causal), effort)
+    yield sharp_row(effort)
     for causal in (True, False):
-        setting = f"{'causal' if causal else 'full'}, n = 1024, {HEADS} heads, {_counted(1)}"
-        progress(f"spectral statistics of one call ({setting})")
-        call = random_call(1, 1024, causal)
-        found = _ratios_of_call(call, {"spectral": lambda call=call: statistics_of(call, SPECTRAL)}, effort)
-        yield found["spectral"].row(f"{_code(SPECTRAL)} of a call", setting, "fused forward")
+        yield spectral_row(random_call(1, 1024, causal), effort)
+
+
+def one_pass_rows(call: AttentionCall, effort: Effort) -> Iterator[Row]:
+    setting = described(call)
+    progress(f"statistics of one call ({setting})")
+    ways = {
+        "one pass": lambda: statistics_of(call, ONE_PASS),
+        "two walks": lambda: statistics_of(call, ONE_PASS + SECOND_WALK),
+        "dense": lambda: dense_formulas(call),
+    }
+    found = _ratios_of_call(call, ways, effort)
+    yield found["one pass"].row("one-pass statistics of a call", setting, "fused forward", goal(3))
+    yield found["two walks"].row(f"one-pass statistics and {code(SECOND_WALK)}", setting, "fused forward")
+    yield found["dense"].row("one-pass statistics by dense formulas", setting, "fused forward")
+
+
+def sharp_row(effort: Effort) -> Row:
+    call = random_call(4, 1024, is_causal=True, logit_std=SHARP)
+    setting = f"{described(call)}, sharp (`logit_std` {SHARP:g})"
+    progress(f"statistics of one call ({setting})")
+    found = _ratios_of_call(call, {"one pass": lambda: statistics_of(call, ONE_PASS)}, effort)
+    return found["one pass"].row("one-pass statistics of a call", setting, "fused forward", goal(3))
+
+
+def spectral_row(call: AttentionCall, effort: Effort) -> Row:
+    setting = described(call)
+    progress(f"spectral statistics of one call ({setting})")
+    found = _ratios_of_call(call, {"spectral": lambda: statistics_of(call, SPECTRAL)}, effort)
+    return found["spectral"].row(f"{code(SPECTRAL)} of a call", setting, "fused forward")
 
 
 def _ratios_of_call(call: AttentionCall, others: dict[str, Callable[[], object]], effort: Effort) -> dict[str, Ratio]:
@@ -369,14 +429,6 @@ def _ratios_of_call(call: AttentionCall, others: dict[str, Callable[[], object]]
     )
 
 
-def _counted(sequences: int) -> str:
-    return f"{sequences} sequence{'s' if sequences > 1 else ''}"
-
-
-def _code(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 MEMORY_TOKENS = 8192
@@ -385,10 +437,12 @@ MEMORY_TOKENS = 8192
 def extra_megabytes(tokens: int, names: Sequence[str]) -> float:
     """How far measuring one call raises this process's memory above what it held with the call's own tensors.
 
-    For a fresh process: memory that was used before and is free again would be used again unseen.
+    For a fresh process, whose peak so far is low.
     """
     statistics_of(random_call(1, 160, is_causal=True), names)  # loads libraries and starts threads
     call = random_call(1, tokens, is_causal=True)
+    with contextlib.suppress(AttributeError):  # only the GNU library has it
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would be used again unseen
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far; where forbidden, it counts as well
     before = _status_bytes("VmRSS")
@@ -411,11 +465,11 @@ def _status_bytes(field: str) -> int:
 
 def memory_rows() -> Iterator[Row]:
     matrix_megabytes = HEADS * MEMORY_TOKENS**2 * 4 / 1e6
-    setting = f"causal, n = {MEMORY_TOKENS}, {HEADS} heads, {_counted(1)}"
+    setting = f"causal, n = {MEMORY_TOKENS}, {HEADS} heads, {counted(1, 'sequence')}"
     for measured, names in (("all but spectral statistics", NOT_SPECTRAL), ("all statistics", ALL)):
         progress(f"peak memory of measuring one call ({setting}; {measured})")
-        with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
-            megabytes = fresh_process.apply(extra_megabytes, (MEMORY_TOKENS, names))
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh_process:
+            megabytes = fresh_process.submit(extra_megabytes, MEMORY_TOKENS, names).result()
         yield Row(
             f"peak extra memory of measuring a call, {measured}",
             setting,
@@ -432,7 +486,7 @@ def memory_rows() -> Iterator[Row]:
 def machine() -> str:
     """What it was measured on, in one line."""
     versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
-    return f"{versions}; {_processor()}, {torch.get_num_threads()} threads"
+    return f"{versions}; {_processor()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _processor() -> str:
@@ -445,8 +499,8 @@ def _processor() -> str:
 
 def legend(effort: Effort) -> str:
     return (
-        f"Medians of {effort.rounds} rounds. *One-pass*: {_code(ONE_PASS)}. "
-        f"In a second walk over the rows: {_code(SECOND_WALK)}. Spectral, of one sequence: {_code(SPECTRAL)}."
+        f"Medians of {counted(effort.rounds, 'round')}. *One-pass*: {code(ONE_PASS)}. "
+        f"In a second walk over the rows: {code(SECOND_WALK)}. Spectral, of one sequence: {code(SPECTRAL)}."
     )
 
 
@@ -460,9 +514,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     effort = QUICK if given.quick else THOROUGH
-    logging.getLogger("lightning.pytorch").setLevel(
-        logging.ERROR
-    )  # dozens of short runs would each introduce themselves
+    # Each of dozens of short runs would introduce itself.
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch")
     rows = [*training_rows(effort), *call_rows(effort), *memory_rows()]
     text = "\n".join([machine(), "", HEADER, *map(str, rows), "", legend(effort)])

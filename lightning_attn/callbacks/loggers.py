@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_attn.snapshot import Snapshot
+from lightning_attn.statistics.registry import known_statistics
 from lightning_attn.tensorboard import SummaryWriter, heat_map
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ def log_scalars(trainer: pl.Trainer, tagged: Mapping[str, float], step: int) -> 
 
 
 def log_heat_maps(trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
-    """Draw every statistic of a snapshot in TensorBoard, as ``<prefix>_heads/<statistic>``."""
+    """Draw every statistic of a snapshot in TensorBoard, as ``<prefix>_heads/<statistic>``; faults if there are any."""
     writers = list(_tensorboard_writers(trainer)) if trainer.is_global_zero else []
     if not writers:
         return
+    known = known_statistics()
     for statistic in snapshot.statistics:
-        if snapshot.summary(statistic) is None:
+        summary = snapshot.summary(statistic)
+        if summary is None or (known[statistic].is_fault and summary.max == 0):
             continue
         picture = heat_map(snapshot, statistic)
         for writer in writers:

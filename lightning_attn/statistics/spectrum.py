@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.statistic import wide
 
 #: A^T A or A A^T is decomposed if it has at most so many rows: that costs less than an iteration.
 _DECOMPOSED_SIZE = 128
@@ -119,6 +120,23 @@ def _orthonormal(block_BHMV: Tensor, basis_BHMS: Tensor) -> Tensor:
     return orthonormal_BHMV
 
 
-def _largest_eigenvalue(symmetric_BHSS: Tensor) -> Tensor:
-    eigenvalues_BHS: Tensor = torch.linalg.eigvalsh(symmetric_BHSS)
-    return eigenvalues_BHS[..., -1]
+def _largest_eigenvalue(positive_BHSS: Tensor) -> Tensor:
+    """The largest eigenvalue of positive semidefinite matrices."""
+    try:
+        eigenvalues_BHS: Tensor = torch.linalg.eigvalsh(positive_BHSS.to(wide(positive_BHSS.device)))
+        return eigenvalues_BHS[..., -1].to(positive_BHSS.dtype)
+    except RuntimeError:  # LAPACK does not converge for some collapsed heads, whose rows are nearly all alike
+        return _largest_eigenvalue_by_squaring(positive_BHSS)
+
+
+def _largest_eigenvalue_by_squaring(positive_BHSS: Tensor) -> Tensor:
+    """The same by powers of the matrix, of which only the leading direction remains: slower, but it never fails."""
+    power_BHSS = positive_BHSS
+    for _ in range(16):
+        power_BHSS = power_BHSS / power_BHSS.amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        power_BHSS = power_BHSS @ power_BHSS
+    strongest_BH11 = power_BHSS.norm(dim=-2, keepdim=True).argmax(-1, keepdim=True)
+    leading_BHS1 = power_BHSS.gather(-1, strongest_BH11.expand(*power_BHSS.shape[:-1], 1))
+    image_BHS1 = positive_BHSS @ leading_BHS1
+    squared_BH = leading_BHS1.square().sum((-2, -1)).clamp(min=1e-30)
+    return (leading_BHS1 * image_BHS1).sum((-2, -1)) / squared_BH

@@ -47,7 +47,7 @@ def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
     right, bottom = left + heads * cell, _TITLE + sites * _ROW
     scale = [f"{high:.3g}", f"{low:.3g}"]
     bar = right + 2 * _MARGIN
-    width = bar + _BAR + 2 * _MARGIN + int(max(font.getlength(text) for text in scale))
+    width = bar + _BAR + 2 * _MARGIN + int(font.getlength("-0.00e-00"))  # the same at every step
     title = _title(snapshot, statistic)
     width = max(width, left + int(font.getlength(title)) + _MARGIN)
 
