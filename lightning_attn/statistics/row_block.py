@@ -78,8 +78,8 @@ class RowBlock:
     def _hide(self) -> None:
         """Give hidden keys the logit that stands for them, whatever theirs is.
 
-        Logits that are not finite become infinity first: it is less than nothing, so that hidden keys lose it, and
-        visible ones keep it and show that their row is not finite.
+        Logits that are not finite become infinity first: hidden keys lose it to the smaller value, and visible ones
+        keep it and show that their row is not finite.
         """
         if self._visible is not None:
             first, visible = self._visible
