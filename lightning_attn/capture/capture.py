@@ -21,9 +21,9 @@ from lightning_attn.capture.sites import SiteNames, SitePatterns
 class Capture:
     """Hands every attention call of a model to a receiver while the block runs; the model notices nothing.
 
-    The receiver runs in the middle of the forward pass, isolated from it. Compiled modules run eagerly inside the block.
-    A call that cannot be read is left out; after a fault in the receiver its site is left alone. Both are said once per
-    site with the cause, and the forward pass goes on.
+    The receiver runs in the middle of the forward pass, isolated from it. Compiled modules run eagerly inside the
+    block. A call that cannot be read is left out; after a fault in the receiver its site is left alone. Both are said
+    once per site with the cause, and the forward pass goes on.
 
     Args:
         model: the model to be watched.
