@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowMean, RowSums, Statistic
+from lightning_attn.statistics.statistic import Ratio, RowMean, Statistic, sum_of_rows
 
 
 @register
@@ -68,7 +68,5 @@ class EntropyWithoutSink(Statistic):
     def result(self) -> Ratio:
         """The two sums, over rows in which two keys remain."""
         assert self._received_BHM is not None
-        sums = RowSums([Entropy(self.row_pass)])
-        for rows in self.row_pass.blocks(without_key_BH1=self._received_BHM.argmax(-1, keepdim=True)):
-            sums.add(rows)
-        return sums.of(0)
+        sink_BH1 = self._received_BHM.argmax(-1, keepdim=True)
+        return sum_of_rows(Entropy(self.row_pass), self.row_pass.blocks(without_key_BH1=sink_BH1))

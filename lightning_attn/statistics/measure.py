@@ -71,12 +71,18 @@ class Sums(Mapping[str, Ratio | Maximum]):
         """Add what was found, of shape (B, H), for some heads."""
         ratios = {name: sums for name, sums in found.items() if isinstance(sums, Ratio)}
         if ratios:
-            found_S2BH = torch.stack([torch.stack(sums) for sums in ratios.values()])
-            self.ratios_S2H[[self._means.index(name) for name in ratios], :, heads] += found_S2BH.sum(2)
+            numerators, denominators = zip(*ratios.values(), strict=True)
+            self.add_means(list(ratios), Ratio(torch.stack(numerators), torch.stack(denominators)), heads)
         for name, sums in found.items():
             if isinstance(sums, Maximum):
                 known_H = self.maxima_XH[self._maxima.index(name), heads]
                 torch.maximum(known_H, sums.value.amax(0).to(known_H.dtype), out=known_H)
+
+    def add_means(self, names: Sequence[str], ratios_SBH: Ratio, heads: slice) -> None:
+        """Add what was found of several means at once, of shape (S, B, H), for some heads."""
+        rows = [self._means.index(name) for name in names]
+        self.ratios_S2H[rows, 0, heads] += ratios_SBH.numerator.sum(1)
+        self.ratios_S2H[rows, 1, heads] += ratios_SBH.denominator.sum(1)
 
     def head_values(self, names: Sequence[str]) -> Tensor:
         """The value of some statistics for every head, NaN where it is absent, as (names, H)."""
@@ -127,6 +133,7 @@ def _add_passes(sums: Sums, statistics: Sequence[type[Statistic]], row_passes: I
                 row_sums.add(rows)
             for measurement in others:
                 measurement.add(rows)
-        found: dict[str, Ratio | Maximum] = {mean.name: row_sums.of(index) for index, mean in enumerate(means)}
-        found |= {measurement.name: measurement.result() for measurement in others}
-        sums.add(found, slice(row_pass.first_head, row_pass.first_head + row_pass.call.heads))
+        heads = slice(row_pass.first_head, row_pass.first_head + row_pass.call.heads)
+        if means:
+            sums.add_means([mean.name for mean in means], row_sums.result(), heads)
+        sums.add({measurement.name: measurement.result() for measurement in others}, heads)

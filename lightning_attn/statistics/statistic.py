@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -91,10 +91,7 @@ class RowMean(Statistic):
 
     def result(self) -> Ratio:
         """The mean over one more walk of its own; `measure` takes several means in one walk instead."""
-        sums = RowSums([self])
-        for rows in self.row_pass.blocks():
-            sums.add(rows)
-        return sums.of(0)
+        return sum_of_rows(self, self.row_pass.blocks())
 
 
 class RowSums:
@@ -122,10 +119,19 @@ class RowSums:
             self._numerator_SBH += numerator_SBH
             self._denominator_SBH += denominator_SBH
 
-    def of(self, index: int) -> Ratio:
-        """The sums of one of the means."""
+    def result(self) -> Ratio:
+        """The sums of all means, each of shape (S, B, H)."""
         assert self._numerator_SBH is not None and self._denominator_SBH is not None
-        return Ratio(self._numerator_SBH[index], self._denominator_SBH[index])
+        return Ratio(self._numerator_SBH, self._denominator_SBH)
+
+
+def sum_of_rows(mean: RowMean, blocks: Iterable[RowBlock]) -> Ratio:
+    """The sums of one mean over some blocks of rows."""
+    sums = RowSums([mean])
+    for rows in blocks:
+        sums.add(rows)
+    numerator_SBH, denominator_SBH = sums.result()
+    return Ratio(numerator_SBH[0], denominator_SBH[0])
 
 
 def wide(device: torch.device) -> torch.dtype:
