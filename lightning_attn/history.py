@@ -53,16 +53,20 @@ class History(Sequence[Snapshot]):
 
         Returns:
             The steps at which the head has a value, and the values.
+
+        Raises:
+            KeyError: if no snapshot holds such a site, head or statistic.
         """
-        steps, values = [], []
-        for snapshot in self._snapshots:
-            if site not in snapshot.heads or statistic not in snapshot.statistics or head >= snapshot.heads[site]:
-                continue
-            value = snapshot[site, statistic][head]
-            if value is not None:
-                steps.append(snapshot.step)
-                values.append(value)
-        return steps, values
+        holding = [s for s in self._snapshots if 0 <= head < s.heads.get(site, 0) and statistic in s.statistics]
+        if self._snapshots and not holding:
+            last = self._snapshots[-1]
+            raise KeyError(
+                f"no snapshot holds {statistic!r} of head {head} of {site!r}; the last one holds "
+                f"{list(last.statistics)} of the heads {dict(last.heads)}"
+            )
+        points = [(snapshot.step, snapshot[site, statistic][head]) for snapshot in holding]
+        present = [(step, value) for step, value in points if value is not None]
+        return [step for step, _ in present], [value for _, value in present]
 
     def __repr__(self) -> str:
         span = f"steps {self.steps[0]} to {self.steps[-1]}" if self._snapshots else "empty"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum, isnan
 from typing import NamedTuple
 
 import torch
@@ -105,21 +106,17 @@ class Snapshot:
 
     def summary(self, statistic: str) -> Summary | None:
         """Smallest, mean and largest value over all heads of all sites; ``None`` where no head has one."""
-        values = self._row(statistic)
-        values = values[~values.isnan()]
-        if not len(values):
-            return None
-        return Summary(float(values.min()), float(values.mean()), float(values.max()))
+        present = _present(self._row(statistic))
+        return Summary(min(present), fsum(present) / len(present), max(present)) if present else None
 
     def over_heads(self, site: str, statistic: str) -> float | None:
         """One number for a site: the largest of its heads for logits and faults, their mean otherwise."""
-        values = self._of(site, statistic)
-        values = values[~values.isnan()]
-        if not len(values):
+        present = _present(self._of(site, statistic))
+        if not present:
             return None
         registered = known_statistics().get(statistic)
         largest = registered is not None and registered.over_heads == "max"
-        return float(values.max() if largest else values.mean())
+        return max(present) if largest else fsum(present) / len(present)
 
     def lowest(self, statistic: str) -> HeadValue | None:
         """The head with the smallest value; ``None`` where no head has one."""
@@ -196,6 +193,11 @@ class Snapshot:
                 return HeadValue(site, column, value)
             column -= heads
         raise AssertionError
+
+
+def _present(values: Tensor) -> list[float]:
+    """The values that are there; for so few, plain numbers are faster than tensors."""
+    return [value for value in values.tolist() if not isnan(value)]
 
 
 def _table(snapshot: Snapshot) -> str:

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_attn.callbacks.cadence import Cadence
+from lightning_attn.callbacks.cadence import Cadence, check_positive
 from lightning_attn.callbacks.loggers import log_heat_maps, log_scalars
 from lightning_attn.callbacks.scalars import MAX_TAGS, check_summary_names, scalars, summary_value
 from lightning_attn.callbacks.session import CaptureSession, Step
@@ -24,6 +24,9 @@ from lightning_attn.statistics.logits import NonFiniteShare
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+#: So many batches are tried when the one that was due computed no attention, as a step that returns early does.
+_TRIES = 10
 
 
 class AttentionMonitor(Callback):
@@ -71,7 +74,7 @@ class AttentionMonitor(Callback):
         spectral_sequences: int | None = 1,
         stage: Literal["train", "validate"] = "train",
         heat_map_every_n_steps: int | None = 500,
-        callback_metrics: list[str] | None = None,
+        callback_metrics: str | list[str] | None = None,
         history_size: int = 1000,
         print_summary: bool = True,
         prefix: str | None = None,
@@ -80,24 +83,34 @@ class AttentionMonitor(Callback):
         with _misconfiguration():
             self._cadence = Cadence(every_n_steps)
             if heat_map_every_n_steps is not None:
-                Cadence(heat_map_every_n_steps, "heat_map_every_n_steps")
-            Cadence(history_size, "history_size")
+                check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", "or None for no heat maps")
+            check_positive(history_size, "history_size")
+            metrics = (callback_metrics,) if isinstance(callback_metrics, str) else tuple(callback_metrics or ())
             if stage not in ("train", "validate"):
                 raise ValueError(f"`stage` must be 'train' or 'validate', got {stage!r}.")
             self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
-            check_summary_names(callback_metrics or (), self._request.names)
+            check_summary_names(metrics, self._request.names)
         self._stage = stage
         self._heat_map_every_n_steps = heat_map_every_n_steps
-        self._callback_metrics = tuple(callback_metrics or ())
+        self._callback_metrics: dict[str, float | None] = dict.fromkeys(metrics)
         self._print_summary = print_summary
         self._prefix = prefix or ("attention" if stage == "train" else "attention_validate")
         self._key = self._generate_state_key(
-            every_n_steps=every_n_steps, sites=sites, statistics=statistics, stage=stage, prefix=prefix
+            every_n_steps=every_n_steps,
+            sites=sites,
+            statistics=statistics,
+            max_sequences=max_sequences,
+            spectral_sequences=spectral_sequences,
+            stage=stage,
+            callback_metrics=callback_metrics,
+            prefix=prefix,
         )
         self._steps = OptimizerSteps()
         self._last_capture: int | None = None
         self._last_heat_map: int | None = None
         self._is_watching = False
+        self._tries_left = 0
+        self._owes_metrics = False
         self._said: set[object] = set()
         #: The snapshots of this run, oldest first.
         self.history = History(history_size)
@@ -118,6 +131,7 @@ class AttentionMonitor(Callback):
             "optimizer_steps": self._steps.count,
             "last_capture": self._last_capture,
             "last_heat_map": self._last_heat_map,
+            "callback_metrics": dict(self._callback_metrics),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -125,6 +139,8 @@ class AttentionMonitor(Callback):
         self._steps.restore(state_dict.get("optimizer_steps", 0))
         self._last_capture = state_dict.get("last_capture")
         self._last_heat_map = state_dict.get("last_heat_map")
+        self._callback_metrics |= state_dict.get("callback_metrics", {})
+        self._owes_metrics = True  # callbacks that monitor them may ask before the next capture
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse patterns that no module has."""
@@ -141,9 +157,11 @@ class AttentionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Have the batch watched if it is due."""
-        if self._stage != "train" or self._steps.count == self._last_capture:
+        if self._stage != "train":
             return
-        if self._cadence.is_due(self._steps.count):
+        if self._steps.count != self._last_capture and self._cadence.is_due(self._steps.count):
+            self._tries_left = _TRIES
+        if self._tries_left:
             self._watch(trainer, pl_module, "training_step")
 
     def on_train_batch_end(
@@ -151,8 +169,11 @@ class AttentionMonitor(Callback):
     ) -> None:
         """Take the snapshot of a watched batch, and count the step."""
         if self._is_watching:
-            self._take_snapshot(trainer, pl_module)
-            self._last_capture = self._steps.count
+            self._tries_left -= 1
+            if self._take_snapshot(trainer, pl_module):
+                self._last_capture, self._tries_left = self._steps.count, 0
+        if self._owes_metrics and self._stage == "train":
+            self._log_callback_metrics(pl_module)
         self._steps.batch_ended(trainer)
 
     def on_validation_batch_start(
@@ -201,16 +222,22 @@ class AttentionMonitor(Callback):
             CaptureSession.of(trainer).close()
             self._is_watching = False
 
-    def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Give the watched step's snapshot to everyone who wants it; whether there was any attention."""
         self._is_watching = False
         snapshot = CaptureSession.of(trainer).collect(logger_step(trainer))
         snapshot = snapshot.select(self._request.sites, self._request.names)
         if not snapshot:
-            return
+            return False
         self.history.append(snapshot)
         self._say_what_is_odd(snapshot)
         self._log(trainer, snapshot)
-        self._log_callback_metrics(pl_module, snapshot)
+        for name in self._callback_metrics:
+            self._callback_metrics[name] = summary_value(snapshot, name)
+            if self._callback_metrics[name] is None:
+                self._warn(f"{name!r} of `callback_metrics` has no value: no head of this model defines it.")
+        self._log_callback_metrics(pl_module)
+        return True
 
     def _log(self, trainer: pl.Trainer, snapshot: Snapshot) -> None:
         tagged = scalars(snapshot, self._prefix)
@@ -228,11 +255,11 @@ class AttentionMonitor(Callback):
             self._last_heat_map = snapshot.step
             log_heat_maps(trainer, snapshot, self._prefix)
 
-    def _log_callback_metrics(self, pl_module: pl.LightningModule, snapshot: Snapshot) -> None:
+    def _log_callback_metrics(self, pl_module: pl.LightningModule) -> None:
         """Make summaries known to callbacks that monitor metrics; they are reduced already, the same on every rank."""
+        self._owes_metrics = False
         training = self._stage == "train"
-        for name in self._callback_metrics:
-            value = summary_value(snapshot, name)
+        for name, value in self._callback_metrics.items():
             if value is not None:
                 pl_module.log(
                     f"{self._prefix}/{name}",

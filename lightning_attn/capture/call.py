@@ -22,7 +22,7 @@ def unhidden_by(bias: Tensor) -> Tensor:
     return (bias <= HIDING_PENALTY).logical_not()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Visibility:
     """Which keys each query may see, and what is added to their logits.
 
@@ -89,7 +89,7 @@ class Visibility:
         return rows if rows.shape[3] == 1 else rows[..., :keys]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AttentionCall:
     """One evaluation of ``softmax(scale * Q K^T + bias) V`` at a site.
 
@@ -115,6 +115,12 @@ class AttentionCall:
     self_attention: bool
     soft_cap: float | None = None
     sink_logits: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"AttentionCall({self.site!r}, {self.sequences} sequences, {self.heads} heads, {self.queries} queries, "
+            f"{self.keys} keys, width {self.query.shape[-1]})"
+        )
 
     @property
     def sequences(self) -> int:

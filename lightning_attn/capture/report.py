@@ -47,7 +47,8 @@ def warn_of_nothing(model: nn.Module, sites: SitePatterns) -> None:
         "No attention was seen. Looked for calls of `torch.nn.functional.scaled_dot_product_attention` and of "
         "`torch.nn.functional.multi_head_attention_forward` (`torch.nn.MultiheadAttention`, "
         f"`torch.nn.TransformerEncoderLayer`) made by {type(model).__name__} at the sites {list(sites.patterns)}. "
-        "Not seen: attention written out with softmax, and other kernels (flash-attn, xformers, flex_attention).",
+        "Not seen: attention written out with softmax, and other kernels (flash-attn, xformers, flex_attention); "
+        "or what was watched computed none.",
         AttentionWarning,
         stacklevel=3,
     )

@@ -38,6 +38,8 @@ class SiteNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"`model` must be a torch.nn.Module, got {model!r}.")
         self._names = {module: canonical_name(name) for name, module in model.named_modules()}
 
     def __iter__(self) -> Iterator[str]:

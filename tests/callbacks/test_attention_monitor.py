@@ -260,6 +260,53 @@ def test_a_resumed_run_captures_as_an_uninterrupted_one(tmp_path: Path) -> None:
     assert after.history.steps == [8, 12]
 
 
+def test_a_resumed_run_knows_its_callback_metrics_before_the_next_capture(tmp_path: Path) -> None:
+    def callbacks() -> list[pl.Callback]:
+        monitor = AttentionMonitor(every_n_steps=50, callback_metrics="entropy/min")
+        return [monitor, EarlyStopping("attention/entropy/min", patience=9, check_on_train_epoch_end=True)]
+
+    before = fit(LanguageModel(), *callbacks(), steps=4)
+    before.save_checkpoint(tmp_path / "last.ckpt")
+    after = trainer(*callbacks(), max_epochs=3)
+    after.fit(LanguageModel(), batches(4), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert after.current_epoch == 3
+    assert after.callback_metrics["attention/entropy/min"] == before.callback_metrics["attention/entropy/min"]
+
+
+class SkipsBatches(LanguageModel):
+    """Returns before it has computed anything in two batches of three."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return super().training_step(batch, batch_idx) if batch_idx % 3 == 2 else None
+
+
+def test_a_batch_without_attention_is_made_up_for_by_the_next() -> None:
+    monitor = AttentionMonitor(every_n_steps=1)
+    fit(SkipsBatches(), monitor, steps=9)
+    assert len(monitor.history) == 3
+
+
+def test_a_model_without_attention_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(session.CaptureSession, "_watch", lambda *_: tried.append(True))
+    monkeypatch.setattr(
+        session.AttentionObserver, "snapshot", lambda self, step: Snapshot(step, {}, (), torch.empty(0, 0))
+    )
+    fit(NoAttention(), AttentionMonitor(every_n_steps=100), steps=30)
+    assert len(tried) == 10
+
+
+def test_callback_metrics_that_no_head_defines_are_told() -> None:
+    with pytest.warns(AttentionWarning, match="'consensus_rate/min' of `callback_metrics` has no value"):
+        fit(VisionTransformer(), AttentionMonitor(callback_metrics=["consensus_rate/min"]), steps=1)
+
+
+def test_monitors_that_differ_in_anything_can_share_a_trainer() -> None:
+    monitors = [AttentionMonitor(max_sequences=1), AttentionMonitor(max_sequences=2), AttentionMonitor(prefix="other")]
+    fit(LanguageModel(), *monitors, steps=1)
+    assert all(monitor.history for monitor in monitors)
+
+
 def test_two_monitors_share_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = []
 
@@ -346,6 +393,7 @@ def test_the_table_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
         ({"spectral_sequences": -1}, "`spectral_sequences` must be a positive integer, .* got -1"),
         ({"stage": "test"}, "`stage` must be 'train' or 'validate', got 'test'"),
         ({"heat_map_every_n_steps": 0}, "`heat_map_every_n_steps` must be"),
+        ({"heat_map_every_n_steps": 0}, "or None for no heat maps, got 0"),
         ({"history_size": 0}, "`history_size` must be"),
         ({"callback_metrics": ["entropy/median"]}, "`callback_metrics` holds 'entropy/median'; allowed is"),
         (

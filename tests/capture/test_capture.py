@@ -652,7 +652,7 @@ def test_a_fault_in_a_statistic(monkeypatch: pytest.MonkeyPatch, recwarn: pytest
     def fail(self: object, rows: object) -> None:
         raise RuntimeError("out of numbers")
 
-    monkeypatch.setattr(known_statistics()["entropy"], "add", fail)
+    monkeypatch.setattr(known_statistics()["entropy"], "values", fail)
     model = Model()
     observer = AttentionObserver(model)
     with observer:
