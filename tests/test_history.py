@@ -65,8 +65,18 @@ def test_series_leaves_out_steps_without_a_value() -> None:
     """The site did not run, it had fewer heads, or the value was absent."""
     history = a_history(at(1), at(2, site="other"), at(3, heads=1), at(4, math.nan), at(5, 0.25))
     assert history.series("block", 1, "entropy") == ([1, 5], [0.5, 0.25])
-    assert history.series("block", 1, "max_logit") == ([], [])
-    assert history.series("nowhere", 0, "entropy") == ([], [])
+    assert a_history().series("block", 1, "entropy") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("site", "head", "statistic"),
+    [("block", 1, "max_logit"), ("nowhere", 0, "entropy"), ("block", 9, "entropy"), ("block", -1, "entropy")],
+)
+def test_series_of_what_no_snapshot_holds(site: str, head: int, statistic: str) -> None:
+    with pytest.raises(
+        KeyError, match=f"no snapshot holds '{statistic}' of head {head} of '{site}'; the last one holds"
+    ):
+        a_history(at(1), at(2)).series(site, head, statistic)
 
 
 def test_clear() -> None:

@@ -271,8 +271,11 @@ class RowBlock:
     def column_weight_BHM(self) -> Tensor:
         """The weight that each key receives from the present rows of the block."""
         share_BHR = torch.where(self.present_BHR, 1 / self.total_BHR, 0.0)
-        finite_BHRM = self._scratch(torch.nan_to_num, self.exponentials_BHRM)  # absent rows: zero times NaN is NaN
-        return torch.matmul(share_BHR[:, :, None, :], finite_BHRM)[:, :, 0, :]
+        exponentials_BHRM = self.exponentials_BHRM
+        # Zero times NaN is NaN. To look whether there is any costs nothing on a CPU, and a wait elsewhere.
+        if exponentials_BHRM.device.type != "cpu" or not bool(self.finite_BHR.all()):
+            exponentials_BHRM = self._scratch(torch.nan_to_num, exponentials_BHRM)
+        return torch.matmul(share_BHR[:, :, None, :], exponentials_BHRM)[:, :, 0, :]
 
     @cached_property
     def square_sum_BHR(self) -> Tensor:
