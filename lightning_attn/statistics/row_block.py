@@ -192,9 +192,25 @@ class RowBlock:
         It is ``log(sum e^gap) - sum p gap``: two terms that are not negative, so that nothing cancels where rows are
         sharp.
         """
-        products_BHRM = self._scratch(torch.mul, self.exponentials_BHRM, self.gap_BHRM)
-        entropy_BHR = self.exponential_sum_BHR.log() - products_BHRM.sum(-1) / self.exponential_sum_BHR
+        gap_mean_BHR = (
+            self._scratch(torch.mul, self.exponentials_BHRM, self.gap_BHRM).sum(-1) / self.exponential_sum_BHR
+        )
+        entropy_BHR = self._log_sum_BHR - gap_mean_BHR
         return torch.minimum(entropy_BHR, self.log_count_BHR)  # rounding exceeds it where weights are uniform
+
+    @cached_property
+    def _log_sum_BHR(self) -> Tensor:
+        """``log(sum e^gap)``, exact also where the sum is hardly more than the 1 of the largest logit.
+
+        There a single key has the largest logit, and what the others add is summed on its own. Blocks without such rows
+        do without, where to look for them costs nothing.
+        """
+        sum_BHR = self.exponential_sum_BHR
+        is_hardly_more_BHR = sum_BHR < 1.1
+        if sum_BHR.device.type == "cpu" and not bool(is_hardly_more_BHR.any()):
+            return sum_BHR.log()
+        below_BHRM = self._scratch(torch.sign, self.gap_BHRM).mul_(self.exponentials_BHRM)
+        return torch.where(is_hardly_more_BHR, torch.log1p(-below_BHRM.sum(-1)), sum_BHR.log())
 
     @cached_property
     def logit_std_BHR(self) -> Tensor:

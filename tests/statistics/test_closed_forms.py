@@ -220,3 +220,18 @@ def test_entropy_of_two_keys(gap: float) -> None:
     expected = -(1 - rest) * math.log1p(-rest) - rest * math.log(rest or 1)
     call = of_logits(torch.tensor([[500.0, 500.0 - gap]]))
     assert statistic("entropy", call) == pytest.approx(expected / math.log(2), rel=1e-5, abs=2.4e-7)
+
+
+@pytest.mark.parametrize("gap", [5.0, 12.0, 20.0, 40.0])
+@pytest.mark.parametrize("largest", [1, 2])
+def test_entropy_of_sharp_rows_is_exact_to_five_digits(gap: float, largest: int) -> None:
+    """Nearly all weight on one or two keys: the entropy is all in what the others get."""
+    keys = 30
+    logits = torch.full((keys,), -gap)
+    logits[:largest] = 0.0
+    weights = torch.softmax(logits.double(), -1)
+    expected = float(-(weights * torch.log_softmax(logits.double(), -1)).sum() / math.log(keys))
+    query, key = torch.ones(1, 1, 4, 1), logits.view(1, 1, keys, 1)
+    call = AttentionCall("site", query, key, None, 1.0, Visibility(), self_attention=False)
+    (found,) = measure(call, resolve("entropy"))["entropy"].or_nan.tolist()
+    assert found == pytest.approx(expected, rel=1e-5)
