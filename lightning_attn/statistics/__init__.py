@@ -4,7 +4,7 @@ from lightning_attn.statistics.measure import measure
 from lightning_attn.statistics.registry import known_statistics, register, resolve
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, Statistic
+from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStatistic, Statistic
 
 __all__ = [
     "Maximum",
@@ -12,6 +12,7 @@ __all__ = [
     "RowBlock",
     "RowMean",
     "RowPass",
+    "RowStatistic",
     "Statistic",
     "known_statistics",
     "measure",

@@ -8,11 +8,11 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, Statistic, mean_over_sequences
+from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences
 
 
 @register
-class ConsensusRate(Statistic):
+class ConsensusRate(RowStatistic):
     r"""Mean over sequences of :math:`1 - |\lambda_2|`, with the second largest eigenvalue of the attention matrix.
 
     The matrix of a causal head is triangular, so that its eigenvalues are its diagonal: the first token's is 1, and the

@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowMean, Statistic, sum_of_rows
+from lightning_attn.statistics.statistic import Ratio, RowMean, RowStatistic, sum_of_rows
 
 
 @register
@@ -43,7 +43,7 @@ class KLToUniform(RowMean):
 
 
 @register
-class EntropyWithoutSink(Statistic):
+class EntropyWithoutSink(RowStatistic):
     """The entropy without the key that receives most weight in its sequence and head; what is left is renormalised.
 
     Only the whole matrix tells which key that is, so the rows are walked over a second time.

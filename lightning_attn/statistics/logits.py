@@ -8,11 +8,11 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Maximum, RowMean, Statistic
+from lightning_attn.statistics.statistic import Maximum, RowMean, RowStatistic
 
 
 @register
-class MaxLogit(Statistic):
+class MaxLogit(RowStatistic):
     """The largest visible logit: after scale, soft-cap and bias."""
 
     name = "max_logit"

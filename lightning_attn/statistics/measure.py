@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.statistics.row_pass import RowPass, passes
-from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowSums, Statistic, wide
+from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStatistic, RowSums, Statistic, wide
 
 
 class Sums(Mapping[str, Ratio | Maximum]):
@@ -112,15 +112,16 @@ def measure(
     sums = Sums.nothing(statistics, call.heads, call.query.device)
     if 0 in (call.sequences, call.queries, call.keys):
         return sums
-    one_walk = [statistic for statistic in statistics if not statistic.is_spectral]
+    of_rows = [statistic for statistic in statistics if issubclass(statistic, RowStatistic)]
+    one_walk = [statistic for statistic in of_rows if not statistic.is_spectral]
     _add_passes(sums, one_walk, passes(call, block_bytes))
-    spectral = [statistic for statistic in statistics if statistic.is_spectral]
+    spectral = [statistic for statistic in of_rows if statistic.is_spectral]
     sampled = call.select(slice(spectral_sequences))
     _add_passes(sums, spectral, passes(sampled, block_bytes, whole_matrices=True))
     return sums
 
 
-def _add_passes(sums: Sums, statistics: Sequence[type[Statistic]], row_passes: Iterable[RowPass]) -> None:
+def _add_passes(sums: Sums, statistics: Sequence[type[RowStatistic]], row_passes: Iterable[RowPass]) -> None:
     if not statistics:
         return
     for row_pass in row_passes:

@@ -9,11 +9,11 @@ from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
 from lightning_attn.statistics.spectrum import largest_singular_value_squared
-from lightning_attn.statistics.statistic import Ratio, Statistic, mean_over_sequences, wide
+from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences, wide
 
 
 @register
-class StableRank(Statistic):
+class StableRank(RowStatistic):
     r"""Stable rank :math:`\|A\|_F^2 / \|A\|_2^2`, averaged over sequences."""
 
     name = "stable_rank"

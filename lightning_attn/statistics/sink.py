@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowMean, Statistic, mean_over_sequences
+from lightning_attn.statistics.statistic import Ratio, RowMean, RowStatistic, mean_over_sequences
 
 #: Importance above which a key is a sink, and the length from which that means anything: uniform causal attention over
 #: nine keys is above it already.
@@ -39,7 +39,7 @@ class SinkStrength(RowMean):
 
 
 @register
-class SinkRate(Statistic):
+class SinkRate(RowStatistic):
     """Share of sequences in which the first visible key receives more than 0.3 from the queries that see it.
 
     The key's own query is among them; sequences of fewer than ten visible keys are left out.

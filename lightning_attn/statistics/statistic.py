@@ -1,4 +1,4 @@
-"""What a statistic is: one named number per head, and how it is got from the rows of an attention matrix."""
+"""What a statistic is: a named number, and how it is got from the rows of an attention matrix."""
 
 from __future__ import annotations
 
@@ -36,15 +36,11 @@ class Maximum(NamedTuple):
         return torch.where(self.value.isneginf(), torch.nan, self.value)
 
 
-class Statistic(ABC):
-    """One named number per head.
+class Statistic:
+    """What is to be known of a number that heads or sites have: its name, and how to read it.
 
-    A subclass states what its number is in class attributes and computes it for one `RowPass`: an instance is made for
-    each, is shown the blocks of rows in turn by `add`, and gives its (B, H) sums or maximum in `result`. Sums over
-    sequences, calls and ranks are taken by others. `lightning_attn.statistics.register` makes it known by its name.
-
-    Args:
-        row_pass: the sequences and heads it is computed for.
+    `lightning_attn.statistics.register` makes a subclass known by its name. How the number is got depends on what it is
+    a number of: see `RowStatistic`.
     """
 
     name: ClassVar[str]
@@ -62,15 +58,27 @@ class Statistic(ABC):
     over_heads: ClassVar[Literal["mean", "max"]] = "mean"
     #: Whether ranks, calls and sequences are joined by a weighted mean or by a maximum.
     joined_by: ClassVar[Literal["mean", "max"]] = "mean"
-    #: Spectral statistics cost many passes, and are taken of fewer sequences.
-    is_spectral: ClassVar[bool] = False
     #: Faults of the data rather than properties of the attention: of interest only where they are not zero.
     is_fault: ClassVar[bool] = False
+
+
+class RowStatistic(Statistic, ABC):
+    """One number per head, got from the rows of its attention matrix.
+
+    An instance is made for each `RowPass`, is shown the blocks of rows in turn by `add`, and gives its (B, H) sums or
+    maximum in `result`. Sums over sequences, calls and ranks are taken by others.
+
+    Args:
+        row_pass: the sequences and heads it is computed for.
+    """
+
+    #: Spectral statistics cost many passes, and are taken of fewer sequences.
+    is_spectral: ClassVar[bool] = False
 
     def __init__(self, row_pass: RowPass) -> None:
         self.row_pass = row_pass
 
-    def add(self, rows: RowBlock) -> None:  # noqa: B027 - a statistic of the whole matrix has nothing to add
+    def add(self, rows: RowBlock) -> None:
         """Look at the next block of rows."""
 
     @abstractmethod
@@ -78,7 +86,7 @@ class Statistic(ABC):
         """The sums or the maximum of each sequence and head, once every block was added."""
 
 
-class RowMean(Statistic):
+class RowMean(RowStatistic):
     """A statistic that is the mean of a number over rows; rows of all sequences count alike."""
 
     @abstractmethod

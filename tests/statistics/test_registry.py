@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn import AttentionObserver
-from lightning_attn.statistics import RowBlock, RowMean, Statistic, known_statistics, register, registry, resolve
+from lightning_attn.statistics import RowBlock, RowMean, RowStatistic, known_statistics, register, registry, resolve
 
 NAMES = [
     "consensus_rate",
@@ -134,7 +134,7 @@ def test_registering_twice_is_harmless(own_registry: None) -> None:
 
 
 def test_a_statistic_without_a_result_cannot_be_made() -> None:
-    class Unfinished(Statistic):
+    class Unfinished(RowStatistic):
         name = "unfinished"
 
     with pytest.raises(TypeError, match="result"):
