@@ -104,6 +104,8 @@ class AttentionCall:
             it, otherwise assumed where there are as many queries as keys.
         soft_cap: ``c`` of ``c * tanh(logit / c)``, applied before the bias.
         sink_logits: (H,), one more logit per head that takes weight and gives nothing (gpt-oss).
+        logit_matrix: (B, H, N, M), what enters the softmax, where the model writes it down: scale, soft-cap and bias
+            are in it. Queries and keys then have width 0, for what they were is not known.
     """
 
     site: str
@@ -115,6 +117,7 @@ class AttentionCall:
     self_attention: bool
     soft_cap: float | None = None
     sink_logits: Tensor | None = None
+    logit_matrix: Tensor | None = None
 
     def __repr__(self) -> str:
         return (
@@ -163,6 +166,7 @@ class AttentionCall:
             value=None,
             visibility=self.visibility.select(sequences, heads),
             sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
+            logit_matrix=None if self.logit_matrix is None else self.logit_matrix[sequences, heads],
         )
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionCall:
@@ -178,6 +182,7 @@ class AttentionCall:
             value=mapped(self.value),
             visibility=replace(self.visibility, mask=mapped(self.visibility.mask), bias=mapped(self.visibility.bias)),
             sink_logits=mapped(self.sink_logits),
+            logit_matrix=mapped(self.logit_matrix),
         )
 
     def logits(self) -> tuple[Tensor, Tensor]:
@@ -186,9 +191,11 @@ class AttentionCall:
         Returns:
             The logits (B, H, N, M) in float32 and a boolean tensor of the same shape, true where a key is visible.
         """
-        query_BHND = self.query.float()
-        key_BHMD = self.key.float().repeat_interleave(self.group, dim=1)
-        logits_BHNM = query_BHND @ key_BHMD.transpose(-1, -2) * self.scale
+        if self.logit_matrix is not None:
+            logits_BHNM = self.logit_matrix.float()
+        else:
+            key_BHMD = self.key.float().repeat_interleave(self.group, dim=1)
+            logits_BHNM = self.query.float() @ key_BHMD.transpose(-1, -2) * self.scale
         if self.soft_cap is not None:
             logits_BHNM = self.soft_cap * torch.tanh(logits_BHNM / self.soft_cap)
         if self.visibility.bias is not None:

@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.isolation import device_of, eager, in_backward, in_function_transform, isolated
-from lightning_attn.capture.reader import Reader, Sampling, UnreadableError, readers
+from lightning_attn.capture.isolation import (
+    device_of,
+    eager,
+    in_backward,
+    in_function_transform,
+    isolated,
+    without_function_modes,
+)
+from lightning_attn.capture.reader import Sampling, UnreadableError, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
 
 
 class Capture:
@@ -55,11 +63,14 @@ class Capture:
         self._faults = SiteFaults() if faults is None else faults
         self._running = ExitStack()
         self._is_running = False
+        self._readers = readers()
+        self._follower: SoftmaxFollower | None = None
 
     def __enter__(self) -> Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
+        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
         self._running.enter_context(eager())
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
@@ -70,26 +81,61 @@ class Capture:
     ) -> None:
         self._is_running = False
         self._running.close()
+        self._follower = None
 
-    def _see(self, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Look at one call of a torch function, which may be an attention or a part of one."""
+        reader = self._readers.get(function)
+        if reader is None:
+            self._follow(function, args, kwargs, result)
+            return
+
+        def read(sampling: Sampling) -> AttentionCall:
+            return reader(args, kwargs, sampling)
+
+        self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
+
+    def _follow(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    ) -> None:
+        if self._follower is None:
+            return
+        try:
+            with without_function_modes():
+                self._follower.see(function, args, kwargs, result)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._follower = None  # for this capture: what is followed may be half known now
+            self._faults.report_following(error)
+
+    def _found(self, attention: WrittenAttention) -> None:
+        """Take an attention that was written out with a softmax."""
+        self._take(attention.modules, attention.read, lambda: attention.device)
+
+    def _take(
+        self,
+        modules: tuple[nn.Module, ...],
+        read: Callable[[Sampling], AttentionCall],
+        device: Callable[[], torch.device],
+    ) -> None:
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
             return
-        site = self._names.current()
+        site = self._names.site_of(modules)
         if site is None or site in self._faults.quiet or not self._sites.match(site):
             return
         try:
-            self._read(site, reader, args, kwargs)
+            self._read(site, read, device())
         except Exception as error:
             if self._strict:
                 raise
             self._faults.report(site, error)
 
-    def _read(self, site: str, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _read(self, site: str, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
             )
-        device = device_of((*args, *kwargs.values()))
         if device.type == "meta":
             return
         autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -101,16 +147,15 @@ class Capture:
         )
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.
-            self._receive(reader(args, kwargs, sampling).map_tensors(Tensor.detach))
+            self._receive(read(sampling).map_tensors(Tensor.detach))
 
 
 class _SeeingMode(TorchFunctionMode):
-    """Lets every torch function run as it would, and shows the ones that compute attention."""
+    """Lets every torch function run as it would, and shows what was called."""
 
-    def __init__(self, see: Callable[[Reader, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    def __init__(self, see: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], object], None]) -> None:
         super().__init__()
         self._see = see
-        self._readers = readers()
 
     def __torch_function__(
         self,
@@ -121,7 +166,5 @@ class _SeeingMode(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        reader = self._readers.get(func)
-        if reader is not None:
-            self._see(reader, args, kwargs)
+        self._see(func, args, kwargs, result)
         return result

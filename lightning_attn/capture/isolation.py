@@ -45,7 +45,7 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 def device_of(arguments: Iterable[object]) -> torch.device:
     """The device of the first tensor among some arguments, asked for without a mode hearing it."""
-    with _without_function_modes():
+    with without_function_modes():
         return next(argument.device for argument in arguments if isinstance(argument, Tensor))
 
 
@@ -57,11 +57,12 @@ def _without_modes() -> Iterator[None]:
     one of the model's own, and the gradient would be wrong without any error. torch has no public switch for this;
     where the private one is missing, modes stay on, and the other guards still hold.
     """
-    with _without_function_modes(), _without_dispatch_modes():
+    with without_function_modes(), _without_dispatch_modes():
         yield
 
 
-def _without_function_modes() -> AbstractContextManager[object]:
+def without_function_modes() -> AbstractContextManager[object]:
+    """Let no function mode of the surrounding program hear what is done with its tensors."""
     disable = getattr(torch._C, "DisableTorchFunction", nullcontext)
     return cast(AbstractContextManager[object], disable())
 

@@ -45,23 +45,26 @@ class SiteNames:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())
 
-    def current(self) -> str | None:
-        """The site whose attention is being computed by the caller.
+    def computing(self) -> tuple[nn.Module, ...]:
+        """The modules of the model that are computing for the caller, from the innermost outwards."""
+        return tuple(dict.fromkeys(module for module in _computing_modules(sys._getframe(1)) if module in self._names))
 
-        It is the innermost module of the model that is computing; a module without parameters of its own or below (one
-        that only wraps the attention function) stands for the module that called it.
+    def site_of(self, modules: Sequence[nn.Module]) -> str | None:
+        """The site that an attention belongs to.
+
+        It is the innermost module that computes it; one without parameters of its own or below, which only wraps the
+        attention function, stands for the module that called it.
+
+        Args:
+            modules: the modules that compute it, from the innermost outwards.
 
         Returns:
             Its canonical name, or ``None`` where no module of the model is computing.
         """
-        innermost: str | None = None
-        for module in _computing_modules(sys._getframe(1)):
-            if module not in self._names:
-                continue
+        for module in modules:
             if next(module.parameters(), None) is not None:
                 return self._names[module]
-            innermost = innermost or self._names[module]
-        return innermost
+        return self._names[modules[0]] if modules else None
 
 
 def _computing_modules(frame: FrameType | None) -> Iterator[nn.Module]:

@@ -124,11 +124,14 @@ class RowPass:
         call = self.call
         shape = (call.sequences, call.heads, stop - start, keys)
         logits_BHRM = self._workspace.buffer(0, shape)
-        torch.bmm(
-            self._query_PGND[:, :, start:stop].flatten(1, 2),
-            self._key_PDM[..., :keys],
-            out=logits_BHRM.view(self._key_PDM.shape[0], -1, keys),
-        )
+        if call.logit_matrix is not None:
+            logits_BHRM.copy_(call.logit_matrix[:, :, start:stop, :keys])
+        else:
+            torch.bmm(
+                self._query_PGND[:, :, start:stop].flatten(1, 2),
+                self._key_PDM[..., :keys],
+                out=logits_BHRM.view(self._key_PDM.shape[0], -1, keys),
+            )
         if call.soft_cap is not None:
             logits_BHRM.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
         bias = call.visibility.bias_rows(start, stop, keys)

@@ -1,0 +1,233 @@
+"""What the axes of a tensor mean, followed from operation to operation.
+
+A product of queries and keys has axes of three kinds: the one that came from the left operand alone, the one that came
+from the right operand alone, and those that both share (sequences, heads). Which of the first two holds the keys is
+known once the softmax has been taken over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: One label per axis of a tensor.
+Axes = tuple[str, ...]
+
+SHARED = "shared"
+LEFT = "left"
+RIGHT = "right"
+#: What left and right turn out to be, once a softmax was taken over one of them.
+QUERY = "query"
+KEY = "key"
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A product of two tensors that sums over axes which both have.
+
+    Args:
+        left, right: the operands.
+        left_axes, right_axes, axes: a label for each axis of the operands and of the product; equal labels are the
+            same axis.
+    """
+
+    left: Tensor
+    right: Tensor
+    left_axes: Axes
+    right_axes: Axes
+    axes: Axes
+
+    def meaning(self) -> Axes:
+        """What each axis of the product is."""
+        return tuple(
+            SHARED
+            if label in self.left_axes and label in self.right_axes
+            else LEFT
+            if label in self.left_axes
+            else RIGHT
+            for label in self.axes
+        )
+
+    @property
+    def summed(self) -> set[str]:
+        """The labels of the axes that are summed over."""
+        return (set(self.left_axes) & set(self.right_axes)) - set(self.axes)
+
+
+def contraction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contraction | None:
+    """Read a call of a torch function as a product of two tensors; ``None`` where it is none or another kind of one."""
+    read = _CONTRACTIONS.get(function)
+    if read is None:
+        return None
+    try:
+        return read(*args, **kwargs)
+    except (TypeError, ValueError):  # a signature that is not used for attention: three operands, `out=`, …
+        return None
+
+
+def _matmul(input: Tensor, other: Tensor) -> Contraction:
+    shared = max(input.dim(), other.dim()) - 2
+    leading = [f"leading {number}" for number in range(shared, 0, -1)]
+    left = (*leading[shared - (input.dim() - 2) :], LEFT, "width") if input.dim() > 1 else ("width",)
+    right = (*leading[shared - (other.dim() - 2) :], "width", RIGHT) if other.dim() > 1 else ("width",)
+    axes = (*leading, *(LEFT,) * (input.dim() > 1), *(RIGHT,) * (other.dim() > 1))
+    return Contraction(input, other, left, right, axes)
+
+
+def _matmul_of_the_right(self: Tensor, other: Tensor) -> Contraction:
+    return _matmul(other, self)
+
+
+def _product_of_batches(input: Tensor, mat2: Tensor) -> Contraction:
+    return _matmul(input, mat2)
+
+
+def _added_product_of_batches(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Contraction:
+    return _matmul(batch1, batch2)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction:
+    leading = tuple(f"{LEFT} {number}" for number in range(input.dim() - 2))
+    return Contraction(input, weight, (*leading, LEFT, "width"), (RIGHT, "width"), (*leading, LEFT, RIGHT))
+
+
+def _einsum(equation: str, *operands: Any) -> Contraction:
+    tensors: Sequence[Tensor] = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    left, right = tensors
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    left_letters, right_letters = inputs.split(",")
+    if "->" not in equation:
+        letters = (left_letters + right_letters).replace("...", "")
+        output = "..." * ("..." in inputs) + "".join(sorted(x for x in letters if letters.count(x) == 1))
+    longest = max(
+        left.dim() - len(left_letters.replace("...", "")), right.dim() - len(right_letters.replace("...", ""))
+    )
+
+    def labels(letters: str, dimensions: int) -> Axes:
+        before, dots, after = letters.partition("...")
+        count = dimensions - len(before) - len(after) if dots else 0
+        return (*before, *(f"leading {number}" for number in range(count, 0, -1)), *after)
+
+    dimensions = len(output.replace("...", "")) + longest * ("..." in output)
+    return Contraction(
+        left,
+        right,
+        labels(left_letters, left.dim()),
+        labels(right_letters, right.dim()),
+        labels(output, dimensions),
+    )
+
+
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Contraction:
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    summed_left, summed_right = (
+        [axis % tensor.dim() for axis in axes] for axes, tensor in zip(dims, (a, b), strict=True)
+    )
+    left = tuple(f"width {summed_left.index(i)}" if i in summed_left else f"{LEFT} {i}" for i in range(a.dim()))
+    right = tuple(f"width {summed_right.index(i)}" if i in summed_right else f"{RIGHT} {i}" for i in range(b.dim()))
+    return Contraction(a, b, left, right, tuple(label for label in left + right if not label.startswith("width")))
+
+
+_CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
+    torch.matmul: _matmul,
+    torch.linalg.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _matmul_of_the_right,
+    torch.bmm: _product_of_batches,
+    Tensor.bmm: _product_of_batches,
+    torch.mm: _product_of_batches,
+    Tensor.mm: _product_of_batches,
+    torch.baddbmm: _added_product_of_batches,
+    Tensor.baddbmm: _added_product_of_batches,
+    torch.nn.functional.linear: _linear,
+    torch.einsum: _einsum,
+    torch.tensordot: _tensordot,
+}
+
+
+def is_view(result: Tensor, tensor: Tensor) -> bool:
+    """Whether two tensors are the same memory, looked at differently."""
+    return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+
+
+def axes_after(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
+    """What the axes of a result mean, if those of the tensor it was made of are known.
+
+    Views are told by their strides: axes that were exchanged, merged, sliced or added. Other operations keep axes where
+    they keep the shape, or change it in one place, or add axes in front.
+
+    Returns:
+        The meanings; ``None`` where the result is no longer laid out like the tensor.
+    """
+    if is_view(result, tensor) and result is not tensor:
+        return _axes_of_view(result, tensor, axes)
+    if result.shape == tensor.shape:
+        return axes
+    difference = result.dim() - tensor.dim()
+    if difference < 0 or result.shape[result.dim() - 1] == 1 != tensor.shape[-1]:
+        return _trailing(result, tensor, axes)
+    changed = sum(new != old for new, old in zip(result.shape[difference:], tensor.shape, strict=True))
+    if changed > 1 or (changed == 1 and difference and result.shape[-2:] != tensor.shape[-2:]):
+        return _trailing(result, tensor, axes)
+    return (SHARED,) * difference + axes
+
+
+def _axes_of_view(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
+    if result.shape == tensor.shape and result.stride() == tensor.stride():
+        return axes
+    # An axis of one element has a stride that means nothing; such axes fill what is left, in order.
+    by_stride = {
+        stride: axis for axis, stride, size in zip(axes, tensor.stride(), tensor.shape, strict=True) if size > 1
+    }
+    found = [
+        by_stride.get(stride) if size > 1 else "" for stride, size in zip(result.stride(), result.shape, strict=True)
+    ]
+    meanings = [SHARED if axis is None else axis for axis in found]
+    single = [axis for axis, size in zip(axes, tensor.shape, strict=True) if size == 1 and axis != SHARED]
+    missing = [axis for axis in axes if axis != SHARED and axis not in meanings and axis not in single]
+    if missing:  # sliced down to one element, or merged away
+        single += missing
+    for place in reversed([place for place, axis in enumerate(meanings) if axis == ""]):
+        meanings[place] = single.pop() if single else SHARED
+    return None if single else tuple(meanings)
+
+
+def _trailing(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
+    """The meanings where the last two axes are what they were, and the others were merged or divided by a copy."""
+    if min(result.dim(), tensor.dim()) >= 2 and result.shape[-2:] == tensor.shape[-2:] and SHARED not in axes[-2:]:
+        return (SHARED,) * (result.dim() - 2) + axes[-2:]
+    return None
+
+
+def arranged(tensor: Tensor, axes: Axes, head_axes: int, max_sequences: int | None) -> Tensor:
+    """A tensor that is laid out like some logits, as (B, H, N, M or 1); a view where that is possible.
+
+    Args:
+        tensor: the tensor.
+        axes: what its axes mean; one of them is `KEY`.
+        head_axes: how many of the shared axes, from the last, are heads; the others are sequences.
+        max_sequences: the first so many sequences; ``None`` for all.
+    """
+    shared = [i for i, axis in enumerate(axes) if axis == SHARED]
+    queries = [i for i, axis in enumerate(axes) if axis == QUERY]
+    tensor = tensor.permute(*shared, *queries, axes.index(KEY))
+    if len(shared) > head_axes:
+        tensor = tensor[:max_sequences]  # before anything is copied
+    shape = tensor.shape
+    sequence_axes = len(shared) - head_axes
+    tensor = tensor.reshape(
+        prod(shape[:sequence_axes]),
+        prod(shape[sequence_axes : len(shared)]),
+        prod(shape[len(shared) : -1]),
+        shape[-1],
+    )
+    return tensor[:max_sequences]

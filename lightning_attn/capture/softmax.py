@@ -1,0 +1,773 @@
+"""Finding the attention that a model writes out with a softmax, by following tensors.
+
+Attention is a softmax whose input descends from a product of two activations, and whose result multiplies a third. So
+every tensor that descends from such a product is followed, through whatever operations keep its layout (scale, bias,
+mask, cast, slice), to a softmax; and the softmax's result through dropout, cast and slice to the product with the
+values. No name of a module or of a model is needed, and what only looks like attention stays out: a router, a codebook
+and a distributional head compare activations with weights; a contrastive loss never multiplies values.
+
+Tensors are followed by weak references. From its softmax to its product with the values an attention's logits and masks
+are held, and no longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_attn.capture.axes import (
+    KEY,
+    LEFT,
+    QUERY,
+    RIGHT,
+    SHARED,
+    Axes,
+    Contraction,
+    arranged,
+    axes_after,
+    contraction,
+    is_view,
+)
+from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
+from lightning_attn.capture.isolation import in_backward, isolated
+from lightning_attn.capture.reader import Sampling, UnreadableError
+
+#: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
+_HIDDEN_BELOW = -3e4
+#: And this low it does in any case.
+_SURELY_HIDDEN_BELOW = -1e30
+#: How far from the softmax of their logits weights may be that no softmax function computed.
+_TOLERANCE = 1e-2
+#: So many rows are looked at to tell whether they are.
+_CHECKED_ROWS = 8
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What hides keys: booleans that are true where it does, or a penalty that was added to logits of some shape."""
+
+    tensor: Tensor
+    shape: torch.Size
+
+    def hidden(self) -> Tensor:
+        hidden = self.tensor if self.tensor.dtype == torch.bool else self.tensor <= HIDING_PENALTY
+        return hidden.expand(self.shape)
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """Descends from a product of two activations.
+
+    Args:
+        axes: what its axes mean; `LEFT` and `RIGHT` are the tokens that are compared.
+        masks: what hides keys in it.
+        has_unseen_mask: whether something was written into it that may have been a mask.
+        shift: what was subtracted from each row.
+        refusal: why it cannot be read.
+    """
+
+    axes: Axes
+    masks: tuple[_Mask, ...] = ()
+    has_unseen_mask: bool = False
+    shift: Tensor | None = None
+    refusal: str | None = None
+
+
+@dataclass(eq=False)
+class Softmax:
+    """A softmax that may be an attention's, from when it is taken until its result multiplies values.
+
+    Args:
+        logits: what entered it.
+        axes: what their axes mean; `KEY` is the one it is taken over.
+        history: how they were made.
+        modules: the modules that were computing, from the innermost outwards.
+        changed_by: the operation that made something else of its result.
+        is_done: whether its result has multiplied values.
+    """
+
+    logits: Tensor
+    axes: Axes
+    history: _Logits
+    modules: tuple[nn.Module, ...]
+    changed_by: str | None = None
+    refusal: str | None = None
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class _RowMaximum:
+    """The largest logit of each row, or of all."""
+
+
+@dataclass(frozen=True)
+class _RowLogSum:
+    """The logarithm of the sum of the exponentials along an axis."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class _LogWeights:
+    """The logarithm of a softmax."""
+
+    softmax: Softmax
+
+
+@dataclass(frozen=True)
+class _Exponentials:
+    """The exponentials of logits, not yet divided by their sum."""
+
+    logits: Tensor
+    history: _Logits
+
+
+@dataclass(frozen=True)
+class _RowSum:
+    """The sum of exponentials along an axis."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The result of one softmax, or what was made of several, on the way to the values.
+
+    Args:
+        softmaxes: where it came from.
+        axes: what its axes mean.
+        first_column: which of the softmax's keys its first column belongs to.
+    """
+
+    softmaxes: tuple[Softmax, ...]
+    axes: Axes
+    first_column: int = 0
+
+
+@dataclass(frozen=True)
+class _WeightedValues:
+    """Every value times its weight, not yet summed over the keys."""
+
+    weights: _Weights
+    tensor: Tensor
+    key_axis: int
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A weight of the model or a number that no data went into; or made of one such tensor alone."""
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """An attention that was found.
+
+    Args:
+        softmax: its softmax.
+        modules: the modules that computed all of it, from the innermost outwards.
+        value: what was multiplied, (shared axes as in the logits, M, E); ``None`` where it cannot be told.
+        is_grouped: whether query heads of one group multiply the same values.
+        columns: the columns of the softmax that multiplied values.
+    """
+
+    softmax: Softmax
+    modules: tuple[nn.Module, ...]
+    value: Tensor | None
+    is_grouped: bool
+    columns: slice
+
+    @property
+    def device(self) -> torch.device:
+        """Where it was computed."""
+        return self.softmax.logits.device
+
+    @property
+    def _head_axes(self) -> int:
+        """How many of the shared axes are heads. A single one holds sequences, of one head each."""
+        shared = self.softmax.axes.count(SHARED)
+        return max(0, shared - 1) if shared < 3 else 1 + self.is_grouped
+
+    def read(self, sampling: Sampling) -> AttentionCall:
+        """The call, with its logits as they entered the softmax and the masks that were seen entering.
+
+        Raises:
+            UnreadableError: if what was computed is not the softmax of its logits.
+        """
+        softmax, history = self.softmax, self.softmax.history
+        if softmax.refusal is not None:
+            raise UnreadableError(softmax.refusal)
+
+        def arrange(tensor: Tensor) -> Tensor:
+            return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
+
+        all_columns_BHNM = arrange(softmax.logits)
+        if history.shift is not None:
+            all_columns_BHNM = all_columns_BHNM + arrange(history.shift)
+        logits_BHNM = all_columns_BHNM[..., self.columns]
+        hidden_BHNM = torch.zeros_like(logits_BHNM, dtype=torch.bool)
+        for mask in history.masks:
+            if mask.shape == self._shape:
+                hidden_BHNM |= arrange(mask.hidden())
+        masks_were_seen = not history.has_unseen_mask and bool(hidden_BHNM.any())
+        hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if masks_were_seen else _HIDDEN_BELOW)
+        sequences, heads, queries, keys = logits_BHNM.shape
+        return AttentionCall(
+            site=sampling.site,
+            query=logits_BHNM.new_empty(sequences, heads, queries, 0),
+            key=logits_BHNM.new_empty(sequences, heads, keys, 0),
+            value=self._value(sampling) if sampling.with_values else None,
+            scale=1.0,
+            visibility=Visibility(mask=~hidden_BHNM),
+            self_attention=queries == keys,
+            sink_logits=self._sink_logits(all_columns_BHNM),
+            logit_matrix=logits_BHNM,
+        )
+
+    @property
+    def _shape(self) -> torch.Size:
+        """The shape of the logits without the columns that have no value."""
+        shape = list(self.softmax.logits.shape)
+        shape[self.softmax.axes.index(KEY)] = self.columns.stop - self.columns.start
+        return torch.Size(shape)
+
+    def _value(self, sampling: Sampling) -> Tensor | None:
+        if self.value is None or self.softmax.changed_by is not None:
+            return None
+        axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
+        return arranged(self.value, axes, self._head_axes, sampling.max_sequences)
+
+    def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
+        """What the columns without a value amount to, as one logit per head."""
+        without_value_M = torch.ones(all_columns_BHNM.shape[-1], dtype=torch.bool, device=self.device)
+        without_value_M[self.columns] = False
+        if not bool(without_value_M.any()):
+            return None
+        sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
+        sink_H = sink_BHN[0, :, 0]
+        if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise UnreadableError("its softmax has columns without a value whose logits differ from row to row")
+        return sink_H
+
+
+_Followed = (
+    _Constant | _Logits | _RowMaximum | _RowLogSum | _LogWeights | _Exponentials | _RowSum | _Weights | _WeightedValues
+)
+
+
+class _Trail:
+    """What is known of tensors, for as long as they live.
+
+    They are told apart as objects: the number that `id` gives is used again for another one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], _Followed]] = {}
+
+    def get(self, thing: object) -> _Followed | None:
+        known = self._known.get(id(thing))
+        if known is not None and known[0]() is thing:
+            return known[1]
+        return _CONSTANT if isinstance(thing, nn.Parameter) else None
+
+    def set(self, tensor: Tensor, followed: _Followed | None) -> None:
+        key = id(tensor)
+        if followed is None:
+            self._known.pop(key, None)
+            return
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is reference:
+                del self._known[key]
+
+        self._known[key] = (weakref.ref(tensor, forget), followed)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+_CONSTANT = _Constant()
+_SomeFollowed = TypeVar("_SomeFollowed", bound=_Followed)
+
+
+class SoftmaxFollower:
+    """Follows the tensors of a forward pass, and tells of every attention that is written out with a softmax.
+
+    Args:
+        model: the model; its weights and buffers are no activations.
+        modules: gives the modules that are computing, from the innermost outwards.
+        found: called with each attention, when its weights have multiplied its values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Callable[[], tuple[nn.Module, ...]],
+        found: Callable[[WrittenAttention], None],
+    ) -> None:
+        self._modules = modules
+        self._found = found
+        self._trail = _Trail()
+        for buffer in model.buffers():
+            self._trail.set(buffer, _CONSTANT)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._trail.clear()
+
+    def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Look at one call of a torch function and its result."""
+        name = function.__name__.strip("_") if hasattr(function, "__name__") else ""
+        results = _tensors((args[0],) if name == "setitem" else (result,))
+        if not results:
+            return
+        operands = _tensors((*args, *kwargs.values()))
+        known = [self._trail.get(operand) for operand in operands]
+        product = contraction(function, args, kwargs)
+        if product is not None and self._see_product(product, name, args, results[0]):
+            return
+        if not any(known) and operands:
+            return
+        for tensor in results:
+            self._trail.set(tensor, None)  # what was computed in place is something else now
+        if all(isinstance(followed, _Constant) for followed in known):
+            if product is None and not name.startswith(_MAKES_ACTIVATIONS):
+                for tensor in results:
+                    self._trail.set(tensor, _CONSTANT)
+            return
+        getattr(self, f"_see_{_SYNONYMS.get(name, name)}", self._keep)(
+            _Call(name, args, kwargs, operands, known, results)
+        )
+
+    # Products: of queries and keys, and of weights and values.
+
+    def _see_product(self, product: Contraction, name: str, args: tuple[Any, ...], result: Tensor) -> bool:
+        """Whether the product ends here what was followed, or begins it."""
+        left, right = self._trail.get(product.left), self._trail.get(product.right)
+        if isinstance(left, _Weights) or isinstance(right, _Weights):
+            return self._multiply(product, left, right)
+        if isinstance(left, _Constant) or isinstance(right, _Constant):
+            return not (isinstance(left, _Logits) or isinstance(right, _Logits))
+        axes = product.meaning()
+        if LEFT in axes and RIGHT in axes and not in_backward():
+            added = (_Mask(args[0].detach(), result.shape),) if name == "baddbmm" else ()
+            self._trail.set(result, _Logits(axes, masks=added))
+        return True
+
+    def _multiply(self, product: Contraction, left: _Followed | None, right: _Followed | None) -> bool:
+        if isinstance(left, _Weights) and isinstance(right, _Weights):
+            return True
+        if isinstance(left, _Weights):
+            weights, tensor, labels = left, product.left, product.left_axes
+            value, value_labels, factor = product.right, product.right_axes, right
+        else:
+            assert isinstance(right, _Weights)
+            weights, tensor, labels = right, product.right, product.right_axes
+            value, value_labels, factor = product.left, product.left_axes, left
+        key = labels[weights.axes.index(KEY)]
+        if isinstance(factor, _Constant):
+            return key in product.summed  # a distribution over numbers; otherwise heads are mixed
+        if key in product.summed:
+            shared = [label for label, axis in zip(labels, weights.axes, strict=True) if axis == SHARED]
+            there = [value_labels.index(label) for label in shared if label in value_labels]
+            at_key = value_labels.index(key)
+            rest = [axis for axis in range(value.dim()) if axis not in (*there, at_key)]
+            value = value.detach().permute(*there, at_key, *rest).flatten(len(there) + 1)
+            value = value if rest else value[..., None]
+            for place, label in enumerate(shared):
+                value = value if label in value_labels else value.unsqueeze(place)
+            self._find(weights, tensor, value)
+        return True
+
+    def _find(self, weights: _Weights, tensor: Tensor, value: Tensor | None) -> None:
+        """Tell of the attention whose weights, in a tensor, multiplied a value of shape (shared axes, M, E)."""
+        sizes = [size for size, axis in zip(tensor.shape, weights.axes, strict=True) if axis == SHARED]
+        is_grouped = value is not None and len(sizes) > 2 and value.shape[-3] == 1 != sizes[-1]
+        columns = slice(weights.first_column, weights.first_column + tensor.shape[weights.axes.index(KEY)])
+        modules = self._modules()
+        for softmax in weights.softmaxes:
+            if softmax.is_done:
+                continue
+            softmax.is_done = True
+            own = [size for size, axis in zip(softmax.logits.shape, softmax.axes, strict=True) if axis == SHARED]
+            both = tuple(module for module in softmax.modules if module in modules)
+            self._found(
+                WrittenAttention(softmax, both, _with_leading(value, sizes, own), is_grouped and len(own) > 2, columns)
+            )
+            softmax.logits = softmax.logits.new_empty(0)  # others may still hold the weights, and by them this object
+            softmax.history = replace(softmax.history, masks=(), shift=None)
+
+    # From the product to the softmax.
+
+    def _see_add(self, call: _Call) -> None:
+        if call.first(_Weights):
+            self._keep(call)
+            return
+        logits, history = call.logits()
+        others = [o for o in call.operands if o is not logits]
+        if not history or not others:
+            self._keep(call)
+            return
+        other = self._trail.get(others[0])
+        if isinstance(other, _Logits):
+            self._keep_logits(call, logits, replace(history, masks=history.masks + other.masks))
+        else:
+            self._keep_logits(call, logits, history, mask=others[0])
+
+    def _see_sub(self, call: _Call) -> None:
+        logits, history = call.logits()
+        if history is None or call.first(_Weights) or len(call.operands) < 2 or call.operands[0] is not logits:
+            self._keep(call)
+            return
+        other, followed = call.operands[1], call.known[1]
+        if isinstance(followed, _RowLogSum):
+            self._trail.set(call.results[0], _log_weights(self._softmax(logits, history, followed.axis)))
+        elif isinstance(followed, _RowMaximum):
+            shift = other.detach()[(None,) * (logits.dim() - other.dim())]
+            shift = shift if history.shift is None else history.shift + shift
+            self._keep_logits(call, logits, replace(history, shift=shift))
+        else:
+            self._keep_logits(call, logits, history, mask=-other)
+
+    def _see_masked_fill(self, call: _Call) -> None:
+        logits, history = call.logits()
+        if history is None or call.operands[0] is not logits:
+            self._keep(call)
+            return
+        value = call.argument(2, "value")
+        self._keep_logits(call, logits, history, mask=call.argument(1, "mask") if _hides(value) else None)
+
+    def _see_where(self, call: _Call) -> None:
+        logits, history = call.logits()
+        first = call.argument(0, "condition")
+        is_method = isinstance(first, Tensor) and first.dtype != torch.bool
+        names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
+        given = {name: call.argument(place, name) for place, name in enumerate(names)}
+        condition = given["condition"]
+        if history is None or not isinstance(condition, Tensor) or condition.dtype != torch.bool:
+            self._keep(call)
+            return
+        keeps = given["input"] is logits
+        replacement = given["other"] if keeps else given["input"]
+        if isinstance(replacement, Tensor) and replacement.numel() > 1:
+            history = replace(history, has_unseen_mask=True)
+        hidden = ~condition if keeps else condition
+        self._keep_logits(call, logits, history, mask=hidden if _hides(replacement) else None)
+
+    def _see_setitem(self, call: _Call) -> None:
+        for tensor, followed in zip(call.operands[:1], call.known[:1], strict=True):
+            if isinstance(followed, _Logits):
+                self._trail.set(tensor, replace(followed, has_unseen_mask=True))
+            elif isinstance(followed, _Weights):
+                self._trail.set(tensor, _changed(followed, "an assignment"))
+
+    def _see_cat(self, call: _Call) -> None:
+        """Something may be put beside the logits, as learned sinks are."""
+        logits, history = call.logits()
+        if history is None:
+            self._keep(call)
+            return
+        axis = call.argument(1, "dim", 0) % logits.dim()
+        several = sum(isinstance(followed, _Logits) for followed in call.known) > 1
+        if several or history.axes[axis] == SHARED:
+            history = replace(history, masks=(), has_unseen_mask=True)
+        self._trail.set(call.results[0], history)
+
+    def _see_max(self, call: _Call) -> None:
+        if call.first(_Logits) and len(call.operands) == 1:
+            self._trail.set(call.results[0], _RowMaximum())
+
+    def _see_logsumexp(self, call: _Call) -> None:
+        logits, history = call.logits()
+        axis = call.axis()
+        if history is not None and axis is not None:
+            self._trail.set(call.results[0], _RowLogSum(axis % logits.dim()))
+
+    def _see_exp(self, call: _Call) -> None:
+        tensor, followed = call.operands[0], call.known[0]
+        if isinstance(followed, _Logits):
+            # In place, what entered is gone; nothing can be told of it then.
+            if call.results[0] is not tensor:
+                self._trail.set(call.results[0], _Exponentials(tensor.detach(), followed))
+        elif isinstance(followed, _LogWeights):
+            self._begin_weights(followed.softmax, call.results[0])
+
+    def _see_sum(self, call: _Call) -> None:
+        tensor, followed, axis = call.operands[0], call.known[0], call.axis()
+        if axis is None:
+            return
+        axis %= tensor.dim()
+        if isinstance(followed, _Exponentials):
+            self._trail.set(call.results[0], _RowSum(axis))
+        elif isinstance(followed, _WeightedValues) and axis == followed.key_axis:
+            self._find(followed.weights, followed.tensor, followed.value)
+
+    def _see_div(self, call: _Call) -> None:
+        exponentials = call.first(_Exponentials)
+        total = call.first(_RowSum)
+        if exponentials and total:
+            followed = exponentials[1]
+            self._begin_weights(self._softmax(followed.logits, followed.history, total[1].axis), call.results[0])
+        else:
+            self._keep(call)
+
+    def _see_softmax(self, call: _Call) -> None:
+        softmax = self._softmax_of(call)
+        if softmax is not None:
+            self._trail.set(call.results[0], _Weights((softmax,), softmax.axes))
+
+    def _see_log_softmax(self, call: _Call) -> None:
+        self._trail.set(call.results[0], _log_weights(self._softmax_of(call)))
+
+    def _softmax_of(self, call: _Call) -> Softmax | None:
+        logits, history = call.logits()
+        axis = call.axis()
+        return None if history is None or axis is None else self._softmax(logits, history, axis % logits.dim())
+
+    def _softmax(self, logits: Tensor, history: _Logits, axis: int) -> Softmax | None:
+        """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
+        if history.axes[axis] == SHARED or history.axes.count(history.axes[axis]) > 1:
+            return None
+        axes = tuple(KEY if i == axis else SHARED if a == SHARED else QUERY for i, a in enumerate(history.axes))
+        refusal = history.refusal
+        if history.shift is not None and history.shift.shape[axis] != 1:
+            refusal = "what was subtracted from its logits is not one number for each row"
+        return Softmax(logits.detach(), axes, history, self._modules(), refusal=refusal)
+
+    def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
+        """Go on with weights that no softmax function computed, if they are the softmax that they should be."""
+        if softmax is None:
+            return
+        with isolated(weights.device):
+            axis = softmax.axes.index(KEY)
+            expected, computed = (
+                tensor.detach().movedim(axis, -1).flatten(0, -2)[-_CHECKED_ROWS:].float()
+                for tensor in (softmax.logits, weights)
+            )
+            if not torch.allclose(expected.softmax(-1), computed, rtol=0, atol=_TOLERANCE, equal_nan=True):
+                softmax.refusal = "its weights are exponentials over something else than their sum"
+        self._trail.set(weights, _Weights((softmax,), softmax.axes))
+
+    # From the softmax to the values.
+
+    def _see_mul(self, call: _Call) -> None:
+        found, factors = call.first(_Weights), [o for o, k in zip(call.operands, call.known, strict=True) if k is None]
+        if call.first(_Exponentials):
+            self._see_div(call)
+        elif found and factors and call.results[0].numel() > found[0].numel():
+            self._weigh(found[0], found[1], factors[0], call.results[0])
+        else:
+            self._keep(call)
+
+    def _weigh(self, tensor: Tensor, weights: _Weights, factor: Tensor, result: Tensor) -> None:
+        """Every value times its weight: an axis of the values is new, the key axis is summed over later."""
+        added = result.dim() - tensor.dim()
+        axes = (SHARED,) * added + weights.axes
+        tensor, factor = tensor[(None,) * added], factor[(None,) * (result.dim() - factor.dim())].detach()
+        # The axis that the weights were given for the width of the values.
+        widths = [i for i, size in enumerate(tensor.shape) if axes[i] == SHARED and size == 1 < result.shape[i]]
+        at_key = axes.index(KEY)
+        queries = [i for i, axis in enumerate(axes) if axis == QUERY]
+        shared = [i for i, axis in enumerate(axes) if axis == SHARED and i not in widths]
+        if not widths:
+            return
+        value: Tensor | None = None
+        if all(factor.shape[i] == 1 for i in queries) and factor.shape[at_key] == result.shape[at_key]:
+            value = factor.permute(*shared, *queries, at_key, *widths)
+            value = value.flatten(len(shared), len(shared) + len(queries)).flatten(len(shared) + 1)
+        kept = [i for i in range(result.dim()) if i not in widths]
+        of_weights = replace(weights, axes=tuple(axes[i] for i in kept))
+        self._trail.set(
+            result,
+            _WeightedValues(of_weights, tensor.detach().permute(*kept, *widths).flatten(len(kept) - 1), at_key, value),
+        )
+
+    def _keep(self, call: _Call) -> None:
+        """Go on following what has the layout of what it was made of."""
+        weights = [(o, k) for o, k in zip(call.operands, call.known, strict=True) if isinstance(k, _Weights)]
+        logits, history = call.logits()
+        if weights:
+            self._keep_weights(call, weights)
+        elif history is not None:
+            self._keep_logits(call, logits, history)
+        else:
+            for operand, followed in zip(call.operands, call.known, strict=True):
+                if isinstance(followed, (_RowMaximum, _RowLogSum, _RowSum, _LogWeights)):
+                    for result in call.results:
+                        if result.numel() == operand.numel():
+                            self._trail.set(result, followed)
+
+    def _keep_logits(self, call: _Call, logits: Tensor, history: _Logits, mask: Tensor | None = None) -> None:
+        for result in call.results:
+            if not result.is_floating_point():
+                continue
+            axes = axes_after(result, logits, history.axes)
+            if axes is None:
+                continue
+            kept = history
+            if axes != history.axes:
+                kept = replace(
+                    history, axes=axes, masks=(), has_unseen_mask=history.has_unseen_mask or bool(history.masks)
+                )
+            if history.shift is not None and (
+                axes != history.axes or not (is_view(result, logits) or call.name in _KEEPS_DIFFERENCES)
+            ):
+                kept = replace(kept, refusal=f"{call.name!r} follows the subtraction of its row maximum")
+            if mask is not None and mask.dim() > 0:
+                kept = replace(kept, masks=(*kept.masks, _Mask(mask.detach(), result.shape)))
+            self._trail.set(result, kept)
+
+    def _keep_weights(self, call: _Call, weights: list[tuple[Tensor, _Weights]]) -> None:
+        tensor, followed = weights[0]
+        softmaxes = tuple(dict.fromkeys(softmax for _, other in weights for softmax in other.softmaxes))
+        for result in call.results:
+            if not result.is_floating_point():
+                continue
+            axes = axes_after(result, tensor, followed.axes)
+            if axes is None:
+                continue
+            kept = replace(followed, softmaxes=softmaxes, axes=axes)
+            if is_view(result, tensor) and result is not tensor:
+                kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
+            elif not (call.name.endswith("dropout") or call.name in _KEEPS_WEIGHTS or _is_part(result, tensor)):
+                kept = _changed(kept, call.name)
+            self._trail.set(result, kept)
+
+
+#: What is computed of weights of the model alone by these is an activation all the same: a learned query, for one.
+_MAKES_ACTIVATIONS = ("conv", "bilinear", "embedding", "rand", "normal")
+#: The method that sees a function of another name.
+_SYNONYMS = {
+    "radd": "add",
+    "iadd": "add",
+    "isub": "sub",
+    "subtract": "sub",
+    "rmul": "mul",
+    "imul": "mul",
+    "multiply": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "concat": "cat",
+    "concatenate": "cat",
+    "amax": "max",
+    "special_logsumexp": "logsumexp",
+    "special_softmax": "softmax",
+    "special_log_softmax": "log_softmax",
+}
+_CASTS = (
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "half",
+    "bfloat16",
+    "double",
+    "contiguous",
+    "clone",
+    "detach",
+    "cuda",
+    "cpu",
+)
+#: Operations that change no difference between two logits of a row, hidden keys aside.
+_KEEPS_DIFFERENCES = (*_CASTS, "masked_fill", "where", "add", "radd", "iadd", "sub", "isub", "cat", "reshape")
+#: Operations that change no weight.
+_KEEPS_WEIGHTS = (*_CASTS, "nan_to_num", "reshape", "cat", "stack")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a torch function, with what is known of its operands."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Tensor]
+    known: list[_Followed | None]
+    results: list[Tensor]
+
+    def first(self, kind: type[_SomeFollowed]) -> tuple[Tensor, _SomeFollowed] | None:
+        """The first operand that is of a kind."""
+        for operand, followed in zip(self.operands, self.known, strict=True):
+            if isinstance(followed, kind):
+                return operand, followed
+        return None
+
+    def logits(self) -> tuple[Tensor, _Logits | None]:
+        """The first operand that descends from a product, and how."""
+        return self.first(_Logits) or (self.operands[0], None)
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument by its place or its name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    def axis(self) -> int | None:
+        """The one axis that the operation runs along."""
+        axis = self.argument(1, "dim", self.kwargs.get("axis"))
+        if isinstance(axis, (tuple, list)) and len(axis) == 1:
+            axis = axis[0]
+        return axis if isinstance(axis, int) and not isinstance(axis, bool) else None
+
+
+def _tensors(things: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among some arguments, also one level down in lists."""
+    found: list[Tensor] = []
+    for thing in things:
+        if isinstance(thing, Tensor):
+            found.append(thing)
+        elif isinstance(thing, (tuple, list)):
+            found += [part for part in thing if isinstance(part, Tensor)]
+    return found
+
+
+def _hides(value: Any) -> bool:
+    """Whether a key is hidden by having its logit replaced by this."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and float(value.detach()) <= HIDING_PENALTY
+    return isinstance(value, (int, float)) and value <= HIDING_PENALTY
+
+
+def _log_weights(softmax: Softmax | None) -> _LogWeights | None:
+    return None if softmax is None else _LogWeights(softmax)
+
+
+def _changed(weights: _Weights, name: str) -> _Weights:
+    for softmax in weights.softmaxes:
+        softmax.changed_by = softmax.changed_by or name
+    return weights
+
+
+def _is_part(result: Tensor, tensor: Tensor) -> bool:
+    """Whether an operation has left all weights as they were or set them to zero."""
+    if result is tensor or result.shape != tensor.shape:
+        return False
+    with isolated(tensor.device):
+        result, tensor = (t.detach().flatten(0, -2)[-_CHECKED_ROWS:].float() for t in (result, tensor))
+        return bool(((result == 0) | torch.isclose(result, tensor, rtol=_TOLERANCE, atol=0, equal_nan=True)).all())
+
+
+def _skipped_columns(result: Tensor, tensor: Tensor, weights: _Weights) -> int:
+    """How many columns were cut off in front in a view."""
+    axis = weights.axes.index(KEY)
+    stride = tensor.stride(axis)
+    if KEY not in weights.axes or result.numel() == tensor.numel() or stride == 0:
+        return 0
+    return (result.storage_offset() - tensor.storage_offset()) % max(1, stride * tensor.shape[axis]) // stride
+
+
+def _with_leading(value: Tensor | None, sizes: list[int], own: list[int]) -> Tensor | None:
+    """A value of the weights' shared axes with those of the logits, where they differ by merging."""
+    if value is None:
+        return None
+    value = value.expand(*sizes, -1, -1)
+    if sizes == own:
+        return value
+    count = torch.Size(own).numel()
+    return value.reshape(*own, *value.shape[-2:]) if count == torch.Size(sizes).numel() else None
