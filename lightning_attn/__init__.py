@@ -8,7 +8,7 @@ from lightning_attn._distribution import refuse_name_collision
 
 refuse_name_collision()
 
-from lightning_attn.capture import AttentionCall, AttentionWarning, Recording, record  # noqa: E402
+from lightning_attn.capture import AttentionCall, AttentionWarning, Recording, observe, record  # noqa: E402
 from lightning_attn.history import History  # noqa: E402
 from lightning_attn.observer import AttentionObserver  # noqa: E402
 from lightning_attn.snapshot import HeadValue, Snapshot, Summary  # noqa: E402
@@ -28,6 +28,7 @@ __all__ = [
     "Recording",
     "Snapshot",
     "Summary",
+    "observe",
     "record",
 ]
 

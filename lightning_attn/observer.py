@@ -65,6 +65,7 @@ class AttentionObserver:
         self._device = device
         self._capture: Capture | None = None
         self._sums: dict[str, Sums] = {}
+        self._loops: dict[str, _LoopOverHeads] = {}
         self._saw_attention = False
         self._faults = SiteFaults()
         self._reduction = RankReduction()
@@ -98,6 +99,11 @@ class AttentionObserver:
         Args:
             step: the optimiser step, which the snapshot carries.
         """
+        for site in list(self._loops):
+            try:
+                self._end_loop(site)
+            except UnreadableError as error:
+                self._faults.report(site, error)
         found, self._sums = self._sums, {}
         sums = self._reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
         if not (sums or self._faults.reported or self._saw_attention):
@@ -109,7 +115,7 @@ class AttentionObserver:
 
     def forget(self) -> None:
         """Drop what was seen since the last snapshot."""
-        self._sums = {}
+        self._sums, self._loops = {}, {}
 
     def _model_device(self) -> torch.device:
         devices = (parameter.device for parameter in self.model.parameters())
@@ -117,10 +123,42 @@ class AttentionObserver:
 
     def _take(self, call: AttentionCall) -> None:
         found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
-        known = self._sums.get(call.site)
+        loop = self._loops.get(call.site)
+        if loop is not None and loop.goes_on_with(call):
+            loop.heads.append(found)
+            return
+        self._end_loop(call.site)
+        if call.heads == 1:
+            self._loops[call.site] = _LoopOverHeads(call, [found])
+        else:
+            self._add(call.site, found)
+
+    def _end_loop(self, site: str) -> None:
+        loop = self._loops.pop(site, None)
+        if loop is not None:
+            self._add(site, Sums.side_by_side(loop.heads))
+
+    def _add(self, site: str, found: Sums) -> None:
+        known = self._sums.get(site)
         if known is not None and known.heads != found.heads:
             raise UnreadableError(
                 f"it ran with {known.heads} heads and again with {found.heads} before one snapshot, "
                 "so that the heads of its calls cannot be matched"
             )
-        self._sums[call.site] = found if known is None else known.joined(found)
+        self._sums[site] = found if known is None else known.joined(found)
+
+
+class _LoopOverHeads:
+    """Calls of one head each that one forward pass of a site makes one after the other: a loop over its heads."""
+
+    def __init__(self, call: AttentionCall, heads: list[Sums]) -> None:
+        self._shape = self._shape_of(call)
+        self.heads = heads
+
+    def goes_on_with(self, call: AttentionCall) -> bool:
+        """Whether a call is that of the next head."""
+        return self._shape_of(call) == self._shape
+
+    @staticmethod
+    def _shape_of(call: AttentionCall) -> tuple[int | None, ...]:
+        return call.forward, call.sequences, call.heads, call.queries, call.keys

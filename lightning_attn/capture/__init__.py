@@ -2,7 +2,8 @@
 
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.observe import observe
 from lightning_attn.capture.record import Recording, record
 from lightning_attn.capture.report import AttentionWarning
 
-__all__ = ["AttentionCall", "AttentionWarning", "Capture", "Recording", "Visibility", "record"]
+__all__ = ["AttentionCall", "AttentionWarning", "Capture", "Recording", "Visibility", "observe", "record"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,22 +23,47 @@ def unhidden_by(bias: Tensor) -> Tensor:
     return (bias <= HIDING_PENALTY).logical_not()
 
 
+class Rule(Protocol):
+    """A function of the sequence, head, query and key that hides keys or changes logits, block by block."""
+
+    def rows(self, start: int, stop: int, keys: int) -> Tensor:
+        """Where the queries ``start:stop`` may see the first keys; broadcasts to (B, H, stop - start, keys)."""
+
+    def change(self, logits_BHRM: Tensor, start: int) -> Tensor:
+        """What becomes of the logits of some rows, of which the first is ``start``."""
+
+    def select(self, sequences: slice, heads: slice) -> Rule:
+        """The rule for some sequences and heads."""
+
+
 @dataclass(frozen=True, repr=False)
 class Visibility:
     """Which keys each query may see, and what is added to their logits.
 
-    The three parts hold together: a key is visible where none of them hides it. Tensors broadcast to (B, H, N, M).
+    The parts hold together: a key is visible where none of them hides it. Tensors broadcast to (B, H, N, M).
 
     Args:
         causal_offset: query ``i`` sees the keys ``j <= i + causal_offset``; ``None`` where order does not matter.
         mask: boolean, true where a key may be seen.
         bias: added to the logits. It hides a key where it is -1e4 or less, and is part of the logit elsewhere (ALiBi,
             T5).
+        rule: a function that says which keys may be seen, so that no mask is written down (flex_attention).
     """
 
     causal_offset: int | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    rule: Rule | None = None
+
+    @property
+    def is_causal_at_most(self) -> bool:
+        """Whether causality is all that hides keys."""
+        return self.mask is None and self.bias is None and self.rule is None
+
+    @property
+    def is_alike_for_queries(self) -> bool:
+        """Whether, causality aside, every query may see the same keys."""
+        return self.rule is None and all(part is None or part.shape[2] == 1 for part in (self.mask, self.bias))
 
     def rows(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
         """The visibility of the first ``keys`` keys to the queries ``start:stop``.
@@ -53,6 +79,9 @@ class Visibility:
         if self.bias is not None:
             unhidden = unhidden_by(self._slice(self.bias, start, stop, keys))
             visible = unhidden if visible is None else visible & unhidden
+        if self.rule is not None:
+            allowed = self.rule.rows(start, stop, keys)
+            visible = allowed if visible is None else visible & allowed
         if self.causal_offset is not None and start + self.causal_offset < keys - 1:
             last_R1 = torch.arange(start, stop, device=device)[:, None] + self.causal_offset
             first = 0 if visible is not None else max(0, start + self.causal_offset + 1)
@@ -81,7 +110,8 @@ class Visibility:
             tensor = tensor if tensor.shape[0] == 1 else tensor[sequences]
             return tensor if tensor.shape[1] == 1 else tensor[:, heads]
 
-        return replace(self, mask=part(self.mask), bias=part(self.bias))
+        rule = None if self.rule is None else self.rule.select(sequences, heads)
+        return replace(self, mask=part(self.mask), bias=part(self.bias), rule=rule)
 
     @staticmethod
     def _slice(tensor: Tensor, start: int, stop: int, keys: int) -> Tensor:
@@ -106,6 +136,8 @@ class AttentionCall:
         sink_logits: (H,), one more logit per head that takes weight and gives nothing (gpt-oss).
         logit_matrix: (B, H, N, M), what enters the softmax, where the model writes it down: scale, soft-cap and bias
             are in it. Queries and keys then have width 0, for what they were is not known.
+        score_rule: a function that changes logits after the scale (flex_attention).
+        forward: a number that calls of one head share if one forward pass of the site made them: a loop over heads.
     """
 
     site: str
@@ -118,11 +150,14 @@ class AttentionCall:
     soft_cap: float | None = None
     sink_logits: Tensor | None = None
     logit_matrix: Tensor | None = None
+    score_rule: Rule | None = None
+    forward: int | None = None
 
     def __repr__(self) -> str:
+        source = f"width {self.query.shape[-1]}" if self.logit_matrix is None else "written out"
         return (
             f"AttentionCall({self.site!r}, {self.sequences} sequences, {self.heads} heads, {self.queries} queries, "
-            f"{self.keys} keys, width {self.query.shape[-1]})"
+            f"{self.keys} keys, {source})"
         )
 
     @property
@@ -167,6 +202,7 @@ class AttentionCall:
             visibility=self.visibility.select(sequences, heads),
             sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
             logit_matrix=None if self.logit_matrix is None else self.logit_matrix[sequences, heads],
+            score_rule=None if self.score_rule is None else self.score_rule.select(sequences, heads),
         )
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionCall:
@@ -196,6 +232,8 @@ class AttentionCall:
         else:
             key_BHMD = self.key.float().repeat_interleave(self.group, dim=1)
             logits_BHNM = self.query.float() @ key_BHMD.transpose(-1, -2) * self.scale
+        if self.score_rule is not None:
+            logits_BHNM = self.score_rule.change(logits_BHNM, 0)
         if self.soft_cap is not None:
             logits_BHNM = self.soft_cap * torch.tanh(logits_BHNM / self.soft_cap)
         if self.visibility.bias is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_attn.capture.isolation import (
     isolated,
     without_function_modes,
 )
-from lightning_attn.capture.reader import Sampling, UnreadableError, readers
+from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
@@ -64,6 +65,8 @@ class Capture:
         self._running = ExitStack()
         self._is_running = False
         self._readers = readers()
+        #: How many attention calls of the model were seen so far.
+        self.count = 0
         self._follower: SoftmaxFollower | None = None
 
     def __enter__(self) -> Capture:
@@ -72,6 +75,8 @@ class Capture:
         self._names = SiteNames(self._model)
         self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
         self._running.enter_context(eager())
+        for intercept in interceptors():
+            self._running.enter_context(intercept(self))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -95,6 +100,15 @@ class Capture:
 
         self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
 
+    def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Take a call that no torch function showed.
+
+        Args:
+            read: reads it.
+            device: where it is computed.
+        """
+        self._take(self._names.computing(), read, lambda: device)
+
     def _follow(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
@@ -112,6 +126,9 @@ class Capture:
     def _found(self, attention: WrittenAttention) -> None:
         """Take an attention that was written out with a softmax."""
         self._take(attention.modules, attention.read, lambda: attention.device)
+        module, changed_by = self._names.site_of(attention.modules), attention.softmax.changed_by
+        if module is not None and changed_by is not None and self._sites.match(self._names[module]):
+            self._faults.report_changed_weights(self._names[module], changed_by)
 
     def _take(
         self,
@@ -121,17 +138,21 @@ class Capture:
     ) -> None:
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
             return
-        site = self._names.site_of(modules)
-        if site is None or site in self._faults.quiet or not self._sites.match(site):
+        module = self._names.site_of(modules)
+        if module is None:
+            return
+        self.count += 1
+        site = self._names[module]
+        if site in self._faults.quiet or not self._sites.match(site):
             return
         try:
-            self._read(site, read, device())
+            self._read(module, read, device())
         except Exception as error:
             if self._strict:
                 raise
             self._faults.report(site, error)
 
-    def _read(self, site: str, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def _read(self, module: nn.Module, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
@@ -140,14 +161,17 @@ class Capture:
             return
         autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
         sampling = Sampling(
-            site=site,
+            site=self._names[module],
             max_sequences=self._max_sequences,
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
         )
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.
-            self._receive(read(sampling).map_tensors(Tensor.detach))
+            call = read(sampling).map_tensors(Tensor.detach)
+            if call.heads == 1:
+                call = replace(call, forward=self._names.forward_number(module))
+            self._receive(call)
 
 
 class _SeeingMode(TorchFunctionMode):

@@ -1,13 +1,14 @@
-"""The ways a model computes attention, each a function that reads one call of torch."""
+"""The ways a model computes attention: functions that read one call of torch, and interceptors of what is none."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -55,6 +56,27 @@ Reader = Callable[[tuple[Any, ...], dict[str, Any], Sampling], AttentionCall]
 _READERS: dict[Callable[..., Any], Reader] = {}
 
 
+class Sightings(Protocol):
+    """Where an interceptor tells of attention calls."""
+
+    #: How many attention calls of the model were seen so far, by whatever way.
+    count: int
+
+    def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Tell of one call.
+
+        Args:
+            read: reads it.
+            device: where it is computed.
+        """
+
+
+#: Sees attention that no torch function shows, for as long as the context lasts.
+Interceptor = Callable[[Sightings], AbstractContextManager[object]]
+
+_INTERCEPTORS: list[Interceptor] = []
+
+
 def reads(function: Callable[..., Any]) -> Callable[[Reader], Reader]:
     """Declare that the decorated reader understands calls of a torch function."""
 
@@ -65,10 +87,26 @@ def reads(function: Callable[..., Any]) -> Callable[[Reader], Reader]:
     return declare
 
 
-@cache
+def intercepts(interceptor: Interceptor) -> Interceptor:
+    """Declare that the decorated function sees attention in a way of its own."""
+    _INTERCEPTORS.append(interceptor)
+    return interceptor
+
+
 def readers() -> dict[Callable[..., Any], Reader]:
     """Every reader by the torch function it reads. Each file of this package may declare some."""
+    _import_files()
+    return _READERS
+
+
+def interceptors() -> list[Interceptor]:
+    """Every interceptor. Each file of this package may declare some."""
+    _import_files()
+    return _INTERCEPTORS
+
+
+@cache
+def _import_files() -> None:
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
-    return dict(_READERS)

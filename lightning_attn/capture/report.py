@@ -22,7 +22,7 @@ class SiteFaults:
         #: Sites that are left alone from now on.
         self.quiet: set[str] = set()
         #: What was said: of which site, and of what kind of fault.
-        self.reported: set[tuple[str, type[Exception]]] = set()
+        self.reported: set[tuple[str, type[Exception] | str]] = set()
 
     def report_following(self, error: Exception) -> None:
         """Say that the attention of this forward pass that is written out with softmax cannot be found."""
@@ -35,6 +35,17 @@ class SiteFaults:
             AttentionWarning,
             stacklevel=2,
         )
+
+    def report_changed_weights(self, site: str, operation: str) -> None:
+        """Say that what the values are multiplied with is not what the softmax gave."""
+        if (site, operation) not in self.reported:
+            self.reported.add((site, operation))
+            warnings.warn(
+                f"The attention at {site!r} changes its weights after the softmax (by {operation!r}: talking heads, "
+                "differential attention, a decay). The statistics are those of the softmax itself, without values.",
+                AttentionWarning,
+                stacklevel=2,
+            )
 
     def report(self, site: str, error: Exception) -> None:
         """Say what went wrong. A call that cannot be read is left out; a site that fails is left alone from then on."""
@@ -59,11 +70,11 @@ def _cause(error: Exception) -> str:
 def warn_of_nothing(model: nn.Module, sites: SitePatterns) -> None:
     """Say aloud that no attention was seen, and what was looked for."""
     warnings.warn(
-        "No attention was seen. Looked for calls of `torch.nn.functional.scaled_dot_product_attention` and of "
-        "`torch.nn.functional.multi_head_attention_forward` (`torch.nn.MultiheadAttention`, "
-        f"`torch.nn.TransformerEncoderLayer`) made by {type(model).__name__} at the sites {list(sites.patterns)}. "
-        "Not seen: attention written out with softmax, and other kernels (flash-attn, xformers, flex_attention); "
-        "or what was watched computed none.",
+        f"No attention was seen at the sites {list(sites.patterns)} of {type(model).__name__}. What would have been: "
+        "`scaled_dot_product_attention`, `torch.nn.MultiheadAttention`, `flex_attention`, attention written out with a "
+        "softmax between two products, and the attention functions of Hugging Face. A kernel of another kind is seen "
+        "where the model tells of it, with one line: `lightning_attn.observe(query, key, value)`. Or what was watched "
+        "computed no attention.",
         AttentionWarning,
         stacklevel=3,
     )

@@ -6,10 +6,14 @@ import difflib
 import fnmatch
 import re
 import sys
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from types import FrameType
 
-from torch import nn
+from torch import Tensor, nn
 
 #: Name of the model itself, which `named_modules` calls by the empty string.
 ROOT = "(root)"
@@ -41,6 +45,8 @@ class SiteNames:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {model!r}.")
         self._names = {module: canonical_name(name) for name, module in model.named_modules()}
+        self._running: dict[nn.Module, tuple[int, _Running]] = {}
+        self._numbers = count(1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())
@@ -49,7 +55,10 @@ class SiteNames:
         """The modules of the model that are computing for the caller, from the innermost outwards."""
         return tuple(dict.fromkeys(module for module in _computing_modules(sys._getframe(1)) if module in self._names))
 
-    def site_of(self, modules: Sequence[nn.Module]) -> str | None:
+    def __getitem__(self, module: nn.Module) -> str:
+        return self._names[module]
+
+    def site_of(self, modules: Sequence[nn.Module]) -> nn.Module | None:
         """The site that an attention belongs to.
 
         It is the innermost module that computes it; one without parameters of its own or below, which only wraps the
@@ -59,23 +68,79 @@ class SiteNames:
             modules: the modules that compute it, from the innermost outwards.
 
         Returns:
-            Its canonical name, or ``None`` where no module of the model is computing.
+            The module, or ``None`` where no module of the model is computing.
         """
         for module in modules:
             if next(module.parameters(), None) is not None:
-                return self._names[module]
-        return self._names[modules[0]] if modules else None
+                return module
+        return modules[0] if modules else None
+
+    def forward_number(self, module: nn.Module) -> int:
+        """A number that tells the forward passes of a module apart: the one that is running for the caller.
+
+        It goes by the frame in which the module was called and the tensors it was called with, for both are there again
+        as long as the same call lasts. A frame alone is made anew at the same place in memory.
+        """
+        frames = (frame for frame in _frames(sys._getframe(1)) if _owner(frame) is module)
+        outermost = deque(frames, maxlen=1).pop()
+        running = _Running(id(outermost), [weakref.ref(tensor) for tensor in _argument_tensors(outermost)])
+        known = self._running.get(module)
+        if known is None or not known[1].is_same(running):
+            known = self._running[module] = (next(self._numbers), running)
+        return known[0]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A call of a module that has not returned."""
+
+    frame: int
+    arguments: list[weakref.ref[Tensor]]
+
+    def is_same(self, other: _Running) -> bool:
+        if self.frame != other.frame or len(self.arguments) != len(other.arguments):
+            return False
+        pairs = [(mine(), theirs()) for mine, theirs in zip(self.arguments, other.arguments, strict=True)]
+        return all(mine is not None and mine is theirs for mine, theirs in pairs)
+
+
+def _argument_tensors(frame: FrameType) -> list[Tensor]:
+    code = frame.f_code
+    number = code.co_argcount + code.co_kwonlyargcount + 2  # and what *args and **kwargs are called
+    found: list[Tensor] = []
+    for name in code.co_varnames[:number]:
+        argument = frame.f_locals.get(name)
+        parts = (
+            argument.values()
+            if isinstance(argument, dict)
+            else argument
+            if isinstance(argument, tuple)
+            else (argument,)
+        )
+        found += [part for part in parts if isinstance(part, Tensor)]
+    return found
 
 
 def _computing_modules(frame: FrameType | None) -> Iterator[nn.Module]:
     """The modules whose methods are on the call stack, from the innermost outwards."""
+    owners = (_owner(frame) for frame in _frames(frame))
+    return (owner for owner in owners if owner is not None)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                yield owner
+        yield frame
         frame = frame.f_back
+
+
+def _owner(frame: FrameType) -> nn.Module | None:
+    """The module whose method runs in a frame."""
+    code = frame.f_code
+    if code.co_argcount and code.co_varnames[0] == "self":
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner
+    return None
 
 
 class SitePatterns:

@@ -534,7 +534,11 @@ class SoftmaxFollower:
         """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
         if history.axes[axis] == SHARED or history.axes.count(history.axes[axis]) > 1:
             return None
-        axes = tuple(KEY if i == axis else SHARED if a == SHARED else QUERY for i, a in enumerate(history.axes))
+        # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens.
+        beside_keys = [i for i, meaning in enumerate(history.axes) if meaning != SHARED and i != axis]
+        alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
+        queries = alike[0] if len(alike) == 1 else beside_keys[-1]
+        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
         if history.shift is not None and history.shift.shape[axis] != 1:
             refusal = "what was subtracted from its logits is not one number for each row"
@@ -641,7 +645,7 @@ class SoftmaxFollower:
 
 
 #: What is computed of weights of the model alone by these is an activation all the same: a learned query, for one.
-_MAKES_ACTIVATIONS = ("conv", "bilinear", "embedding", "rand", "normal")
+_MAKES_ACTIVATIONS = ("conv", "bilinear", "embedding")
 #: The method that sees a function of another name.
 _SYNONYMS = {
     "radd": "add",

@@ -67,6 +67,12 @@ class Sums(Mapping[str, Ratio | Maximum]):
             torch.maximum(self.maxima_XH, other.maxima_XH),
         )
 
+    @classmethod
+    def side_by_side(cls, parts: Sequence[Sums]) -> Sums:
+        """The sums of several heads, or groups of them, as those of one site."""
+        ratios_S2H = torch.cat([part.ratios_S2H for part in parts], dim=-1)
+        return cls(parts[0].statistics, ratios_S2H, torch.cat([part.maxima_XH for part in parts], dim=-1))
+
     def add(self, found: Mapping[str, Ratio | Maximum], heads: slice) -> None:
         """Add what was found, of shape (B, H), for some heads."""
         ratios = {name: sums for name, sums in found.items() if isinstance(sums, Ratio)}

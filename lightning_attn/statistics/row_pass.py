@@ -70,9 +70,9 @@ class RowPass:
         call, visibility = self.call, self.call.visibility
         keys = visibility.visible_keys(call.queries, call.keys)
         seen_M = torch.arange(call.keys, device=call.query.device) < keys
-        if visibility.mask is None and visibility.bias is None:
+        if visibility.is_causal_at_most:
             return seen_M[None, None]
-        if all(part is None or part.shape[2] == 1 for part in (visibility.mask, visibility.bias)):
+        if visibility.is_alike_for_queries:
             seen_BHM = seen_M[None, None]
             if visibility.mask is not None:
                 seen_BHM = seen_BHM & visibility.mask[:, :, 0]
@@ -89,8 +89,7 @@ class RowPass:
     @cached_property
     def _first_key(self) -> int | Tensor:
         """The first key that any query may see: after left padding, the first token."""
-        visibility = self.call.visibility
-        if visibility.mask is None and visibility.bias is None:
+        if self.call.visibility.is_causal_at_most:
             return 0
         return self.seen_BHM.int().argmax(-1, keepdim=True)
 
@@ -103,8 +102,7 @@ class RowPass:
     @cached_property
     def _padding_BHN(self) -> Tensor | None:
         """Queries that are no tokens: in self-attention, those that nobody may see as keys."""
-        visibility = self.call.visibility
-        if not self.call.self_attention or (visibility.mask is None and visibility.bias is None):
+        if not self.call.self_attention or self.call.visibility.is_causal_at_most:
             return None
         return ~self.seen_BHM[..., : self.call.queries]
 
@@ -132,6 +130,8 @@ class RowPass:
                 self._key_PDM[..., :keys],
                 out=logits_BHRM.view(self._key_PDM.shape[0], -1, keys),
             )
+        if call.score_rule is not None:
+            logits_BHRM.copy_(call.score_rule.change(logits_BHRM, start))
         if call.soft_cap is not None:
             logits_BHRM.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
         bias = call.visibility.bias_rows(start, stop, keys)

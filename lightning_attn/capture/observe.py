@@ -1,0 +1,133 @@
+"""Being told of attention by the model itself, where a kernel computes it that nothing can see into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.capture.reader import Sampling, Sightings, UnreadableError, intercepts
+
+_WATCHING: list[Sightings] = []
+
+
+@intercepts
+@contextmanager
+def told_of(sightings: Sightings) -> Iterator[None]:
+    """Listen to `observe`."""
+    _WATCHING.append(sightings)
+    try:
+        yield
+    finally:
+        _WATCHING.remove(sightings)
+
+
+def observe(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> None:
+    r"""Tell whoever is watching of an attention that is being computed here.
+
+    One line beside the call of a kernel that nothing can see into: a custom CUDA or Triton kernel, xformers, flash-attn
+    called directly. Call it in the ``forward`` of the module that the attention belongs to. It describes
+    :math:`\mathrm{softmax}(\text{scale} \cdot Q K^\top + \text{mask})\, V`, computes nothing, and takes less than a
+    microsecond when nobody is watching.
+
+    Args:
+        query: (B, H, N, D), after rotary embedding and normalisation.
+        key: (B, K, M, D), where K divides H.
+        value: (B, K, M, E), for the statistics that look at values; they are absent without it.
+        attn_mask: broadcasts to (B, H, N, M): boolean, true where a key may be seen, or added to the logits.
+        is_causal: query ``i`` sees the keys up to number ``i + M - N``: the last query sees all.
+        scale: what the products are multiplied with; :math:`1 / \sqrt D` by default.
+        soft_cap: ``c`` of ``c * tanh(logit / c)``.
+        sink_logits: (H,), one more logit per head that takes weight and gives nothing.
+
+    What does not fit together is reported to the one who watches, as a warning; it never stops a forward pass.
+
+    Example:
+        >>> import torch
+        >>> from lightning_attn import AttentionObserver, observe
+        >>> class Layer(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         observe(x, x, is_causal=True)
+        ...         return x  # where a kernel of your own would be called
+        >>> observer = AttentionObserver(model := Layer(), statistics="entropy")
+        >>> with observer:
+        ...     output = model(torch.zeros(1, 2, 5, 8))
+        >>> observer.snapshot()["(root)", "entropy"]
+        [1.0, 1.0]
+    """
+    if not _WATCHING:
+        return
+
+    def read(sampling: Sampling) -> AttentionCall:
+        _check(query, key, value, attn_mask, sink_logits)
+        query_BHND, key_BKMD = query[: sampling.max_sequences], key[: sampling.max_sequences]
+        mask = attn_mask
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask if mask.shape[0] == 1 else mask[: sampling.max_sequences]
+        is_boolean = mask is not None and mask.dtype == torch.bool
+        return AttentionCall(
+            site=sampling.site,
+            query=query_BHND,
+            key=key_BKMD,
+            value=value[: sampling.max_sequences] if value is not None and sampling.with_values else None,
+            scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+            visibility=Visibility(
+                causal_offset=key.shape[2] - query.shape[2] if is_causal else None,
+                mask=mask if is_boolean else None,
+                bias=None if is_boolean else mask,
+            ),
+            self_attention=query.shape[2] == key.shape[2],
+            soft_cap=soft_cap,
+            sink_logits=sink_logits,
+        )
+
+    for sightings in _WATCHING:
+        sightings.take(read, query.device)
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor | None, attn_mask: Tensor | None, sink_logits: Tensor | None
+) -> None:
+    """Refuse what does not fit together, with a message that names the argument."""
+    shape = tuple(query.shape)
+    if query.dim() != 4:
+        raise UnreadableError(f"`query` given to `observe` must be (B, H, N, D), got {shape}")
+    sequences, heads, queries, width = shape
+    if key.dim() != 4 or (key.shape[0], key.shape[3]) != (sequences, width) or not key.shape[1] or heads % key.shape[1]:
+        raise UnreadableError(
+            f"`key` given to `observe` must be (B, K, M, D) with K dividing H, for a query {shape}, "
+            f"got {tuple(key.shape)}"
+        )
+    if value is not None and (value.dim() != 4 or value.shape[:3] != key.shape[:3]):
+        raise UnreadableError(
+            f"`value` given to `observe` must be (B, K, M, E) like the key {tuple(key.shape)}, got {tuple(value.shape)}"
+        )
+    try:
+        fits = attn_mask is None or torch.broadcast_shapes(attn_mask.shape, (sequences, heads, queries, key.shape[2]))
+    except RuntimeError:
+        fits = False
+    if not fits or (attn_mask is not None and attn_mask.dim() > 4):
+        raise UnreadableError(
+            f"`attn_mask` given to `observe` must broadcast to {(sequences, heads, queries, key.shape[2])}, "
+            f"got {tuple(attn_mask.shape) if attn_mask is not None else None}"
+        )
+    if sink_logits is not None and sink_logits.shape != (heads,):
+        raise UnreadableError(
+            f"`sink_logits` given to `observe` must have one entry for each of {heads} heads, "
+            f"got {tuple(sink_logits.shape)}"
+        )
