@@ -430,7 +430,7 @@ def test_a_model_without_attention_is_told_once() -> None:
     with pytest.warns(AttentionWarning) as said:
         fit(NoAttention(), AttentionMonitor(every_n_steps=1))
     (message,) = [str(warning.message) for warning in said if warning.category is AttentionWarning]
-    assert message.startswith("No attention was seen. Looked for") and "made by NoAttention" in message
+    assert message.startswith("No attention was seen at the sites ['*'] of NoAttention")
 
 
 class Overflows(LanguageModel):

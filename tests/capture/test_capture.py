@@ -680,7 +680,9 @@ def test_an_interrupt_is_no_fault(kind: type[BaseException]) -> None:
 
 def test_no_attention_is_said_aloud() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softmax(-1))
-    expected = r"No attention was seen.*scaled_dot_product_attention.*MultiheadAttention.*Sequential.*\['\*'\]"
+    expected = (
+        r"No attention was seen.*\['\*'\] of Sequential.*scaled_dot_product_attention.*MultiheadAttention.*observe"
+    )
     with pytest.warns(AttentionWarning, match=expected), record(model) as recording:
         model(tokens())
     assert recording.calls == [] and recording.sites == ()

@@ -288,7 +288,7 @@ def test_the_root_can_be_chosen() -> None:
 
 def test_a_pattern_that_chooses_modules_without_attention_is_said_aloud() -> None:
     model = Model()
-    with pytest.warns(AttentionWarning, match=r"No attention was seen.*Model.*\['blocks'\]"):
+    with pytest.warns(AttentionWarning, match=r"No attention was seen.*\['blocks'\] of Model"):
         assert sites(model, patterns="blocks") == ()
 
 
