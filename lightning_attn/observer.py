@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.capture import Capture, Compiled
+from lightning_attn.capture.isolation import compiled_modules
 from lightning_attn.capture.reader import UnreadableError
-from lightning_attn.capture.report import SiteFaults, warn_of_nothing
+from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.distributed import RankReduction, is_rank_zero
 from lightning_attn.request import Request
@@ -32,10 +33,13 @@ class AttentionObserver:
         max_sequences: look at the first so many sequences of each call; ``None`` for all.
         spectral_sequences: of those, the first so many for the spectral statistics, which cost more; ``None`` for all.
         strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
+        compiled: ``"eager"`` runs modules compiled by `torch.compile` eagerly while they are watched, which takes the
+            memory of an eager step; ``"skip"`` does not watch a model that has such modules, and says so.
         device: where ranks exchange their sums; by default where the model's first parameter is.
 
     Raises:
-        ValueError: if a pattern matches no module, a statistic is unknown, or a number of sequences is not positive.
+        ValueError: if a pattern matches no module, a statistic is unknown, a number of sequences is not positive, or
+            ``compiled`` is neither ``"eager"`` nor ``"skip"``.
 
     Example:
         >>> import torch
@@ -55,15 +59,17 @@ class AttentionObserver:
         max_sequences: int | None = None,
         spectral_sequences: int | None = 1,
         strict: bool = False,
+        compiled: Compiled = "eager",
         device: torch.device | None = None,
     ) -> None:
         #: What is wanted of it. May be replaced between two snapshots.
-        self.request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
+        self.request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict, compiled)
         self.request.sites.check(SiteNames(model))
         #: What is watched.
         self.model = model
         self._device = device
         self._capture: Capture | None = None
+        self._sites: dict[str, None] = {}  # in the order in which they ran
         self._sums: dict[str, Sums] = {}
         self._loops: dict[str, _LoopOverHeads] = {}
         self._saw_attention = False
@@ -73,11 +79,14 @@ class AttentionObserver:
     def __enter__(self) -> AttentionObserver:
         if self._capture is not None:
             raise RuntimeError("This observer is watching already; leave its `with` block first.")
+        if self._leaves_out():
+            return self
         self._capture = Capture(
             self.model,
             self._take,
             sites=self.request.sites,
             max_sequences=self.request.max_sequences,
+            compiled=self.request.compiled,
             strict=self.request.strict,
             faults=self._faults,
         )
@@ -104,7 +113,8 @@ class AttentionObserver:
                 self._end_loop(site)
             except UnreadableError as error:
                 self._faults.report(site, error)
-        found, self._sums = self._sums, {}
+        found = {site: self._sums[site] for site in self._sites if site in self._sums}
+        self.forget()
         sums = self._reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
         if not (sums or self._faults.reported or self._saw_attention):
             self._saw_attention = True  # said once
@@ -115,13 +125,25 @@ class AttentionObserver:
 
     def forget(self) -> None:
         """Drop what was seen since the last snapshot."""
-        self._sums, self._loops = {}, {}
+        self._sites, self._sums, self._loops = {}, {}, {}
+
+    def _leaves_out(self) -> bool:
+        """Whether the model is compiled and compiled models are not to be watched, which is said once."""
+        if self.request.compiled == "eager":
+            return False
+        modules = compiled_modules(self.model)
+        if modules and not self._saw_attention:
+            self._saw_attention = True  # so that nobody is told that there is none
+            if is_rank_zero():
+                warn_of_compiled(modules)
+        return bool(modules)
 
     def _model_device(self) -> torch.device:
         devices = (parameter.device for parameter in self.model.parameters())
         return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
     def _take(self, call: AttentionCall) -> None:
+        self._sites.setdefault(call.site)
         found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
         loop = self._loops.get(call.site)
         if loop is not None and loop.goes_on_with(call):

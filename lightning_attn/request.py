@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
+from lightning_attn.capture.capture import Compiled
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.registry import resolve
@@ -21,6 +23,7 @@ class Request:
         max_sequences: the first so many sequences of each call; ``None`` for all.
         spectral_sequences: of those, the first so many for the spectral statistics; ``None`` for all.
         strict: whether a fault in a statistic is raised.
+        compiled: what becomes of compiled modules.
     """
 
     sites: SitePatterns
@@ -28,6 +31,7 @@ class Request:
     max_sequences: int | None
     spectral_sequences: int | None
     strict: bool
+    compiled: Compiled = "eager"
 
     @classmethod
     def of(
@@ -37,14 +41,18 @@ class Request:
         max_sequences: int | None,
         spectral_sequences: int | None,
         strict: bool,
+        compiled: Compiled = "eager",
     ) -> Request:
         """A request in the words of users.
 
         Raises:
-            ValueError: if a statistic is unknown, or a number of sequences is not positive.
+            ValueError: if a statistic is unknown, a number of sequences is not positive, or ``compiled`` is neither
+                ``"eager"`` nor ``"skip"``.
         """
+        if compiled not in get_args(Compiled):
+            raise ValueError(f"`compiled` must be 'eager' or 'skip', got {compiled!r}.")
         check_sequences(max_sequences=max_sequences, spectral_sequences=spectral_sequences)
-        return cls(SitePatterns(sites), resolve(statistics), max_sequences, spectral_sequences, strict)
+        return cls(SitePatterns(sites), resolve(statistics), max_sequences, spectral_sequences, strict, compiled)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,6 +66,7 @@ class Request:
             _larger(self.max_sequences, other.max_sequences),
             _larger(self.spectral_sequences, other.spectral_sequences),
             self.strict or other.strict,
+            "skip" if (self.compiled, other.compiled) == ("skip", "skip") else "eager",
         )
 
 

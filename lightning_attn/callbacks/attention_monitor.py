@@ -54,6 +54,8 @@ class AttentionMonitor(Callback):
         print_summary: whether a table of the most extreme heads is printed when training ends.
         prefix: what all tags begin with; by default ``"attention"``, and ``"attention_validate"`` in validation.
         strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
+        compiled: ``"eager"`` runs modules compiled by `torch.compile` eagerly on capture steps, which takes the memory
+            of an eager step; ``"skip"`` does not watch a model that has such modules, and says so.
 
     Raises:
         MisconfigurationException: if an argument is not allowed, or a pattern matches no module of the model.
@@ -79,6 +81,7 @@ class AttentionMonitor(Callback):
         print_summary: bool = True,
         prefix: str | None = None,
         strict: bool = False,
+        compiled: Literal["eager", "skip"] = "eager",
     ) -> None:
         with _misconfiguration():
             self._cadence = Cadence(every_n_steps)
@@ -88,7 +91,7 @@ class AttentionMonitor(Callback):
             metrics = (callback_metrics,) if isinstance(callback_metrics, str) else tuple(callback_metrics or ())
             if stage not in ("train", "validate"):
                 raise ValueError(f"`stage` must be 'train' or 'validate', got {stage!r}.")
-            self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
+            self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict, compiled)
             check_summary_names(metrics, self._request.names)
         self._stage = stage
         self._heat_map_every_n_steps = heat_map_every_n_steps

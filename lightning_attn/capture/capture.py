@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.isolation import (
+    compiling_nothing,
     device_of,
     eager,
     in_backward,
@@ -26,13 +27,16 @@ from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
 
+#: What becomes of compiled modules while something watches.
+Compiled = Literal["eager", "skip"]
+
 
 class Capture:
     """Hands every attention call of a model to a receiver while the block runs; the model notices nothing.
 
-    The receiver runs in the middle of the forward pass, isolated from it. Compiled modules run eagerly inside the
-    block. A call that cannot be read is left out; after a fault in the receiver its site is left alone. Both are said
-    once per site with the cause, and the forward pass goes on.
+    The receiver runs in the middle of the forward pass, isolated from it. A call that cannot be read is left out; after
+    a fault in the receiver its site is left alone. Both are said once per site with the cause, and the forward pass
+    goes on.
 
     Args:
         model: the model to be watched.
@@ -40,6 +44,7 @@ class Capture:
         sites: which sites to watch.
         max_sequences: read the first so many sequences of each call; ``None`` for all.
         with_values: whether the calls hold their values.
+        compiled: ``"eager"`` runs compiled modules eagerly; ``"skip"`` leaves them alone, and sees nothing of them.
         strict: raise a fault instead of reporting it.
         faults: what went wrong in earlier captures; sites that failed are left alone.
     """
@@ -52,6 +57,7 @@ class Capture:
         sites: SitePatterns,
         max_sequences: int | None = None,
         with_values: bool = False,
+        compiled: Compiled = "eager",
         strict: bool = False,
         faults: SiteFaults | None = None,
     ) -> None:
@@ -60,6 +66,7 @@ class Capture:
         self._sites = sites
         self._max_sequences = max_sequences
         self._with_values = with_values
+        self._compiled = compiled
         self._strict = strict
         self._faults = SiteFaults() if faults is None else faults
         self._running = ExitStack()
@@ -74,7 +81,7 @@ class Capture:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
         self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
-        self._running.enter_context(eager())
+        self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
             self._running.enter_context(intercept(self))
         self._running.enter_context(_SeeingMode(self._see))

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: The newer switch for the precision of products.
 _NEWER = "fp32_precision"
@@ -113,9 +113,37 @@ def eager() -> AbstractContextManager[object]:
     A compiled module calls its attention from a graph, where nothing can be seen; and one that is compiled while
     something watches would have the watching compiled into it.
     """
+    return _stance("force_eager")
+
+
+def compiling_nothing() -> AbstractContextManager[object]:
+    """Compile nothing inside the block: what was compiled is used where it fits, and the rest runs eagerly."""
+    return _stance("eager_on_recompile")
+
+
+def _stance(name: str) -> AbstractContextManager[object]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes seconds
         return nullcontext()
-    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
+    return cast(AbstractContextManager[object], torch.compiler.set_stance(name))
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """The modules of a model that `torch.compile` was applied to: as a whole, to their call, or to a method.
+
+    Nothing public tells them. What carries none of the marks that are looked for here is taken for not compiled.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return []
+    return [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    methods = (getattr(type(module), "forward", None), *vars(module).values())
+    return (
+        any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or any(hasattr(method, "_torchdynamo_orig_callable") for method in methods if callable(method))
+    )
 
 
 def in_backward() -> bool:

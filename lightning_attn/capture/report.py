@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -75,6 +76,17 @@ def warn_of_nothing(model: nn.Module, sites: SitePatterns) -> None:
         "softmax between two products, and the attention functions of Hugging Face. A kernel of another kind is seen "
         "where the model tells of it, with one line: `lightning_attn.observe(query, key, value)`. Or what was watched "
         "computed no attention.",
+        AttentionWarning,
+        stacklevel=3,
+    )
+
+
+def warn_of_compiled(modules: Sequence[str]) -> None:
+    """Say that a compiled model is not watched."""
+    named = ", ".join(map(repr, modules[:3])) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+    warnings.warn(
+        f"The model is compiled ({named}) and is not watched, as `compiled='skip'` asks. `compiled='eager'` runs it "
+        "eagerly on the steps that are watched, and as compiled on all others, without compiling it again.",
         AttentionWarning,
         stacklevel=3,
     )
