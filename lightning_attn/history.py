@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from lightning_attn.snapshot import Snapshot
+from lightning_attn.transition import Transition, find_transition
 
 
 class History(Sequence[Snapshot]):
@@ -67,6 +68,27 @@ class History(Sequence[Snapshot]):
         points = [(snapshot.step, snapshot[site, statistic][head]) for snapshot in holding]
         present = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in present], [value for _, value in present]
+
+    def transitions(self, statistic: str = "positional_share") -> dict[tuple[str, int], Transition | None]:
+        """What `lightning_attn.find_transition` finds in each head's series of a statistic.
+
+        Args:
+            statistic: a share of position, 1 where a head attends by position and 0 where it attends by content.
+
+        Returns:
+            For each site and head that ever had the statistic, its transition, or ``None``.
+        """
+        holding = [snapshot for snapshot in self._snapshots if statistic in snapshot.statistics]
+        heads: dict[str, int] = {}
+        for snapshot in holding:
+            heads |= {site: max(count, heads.get(site, 0)) for site, count in snapshot.heads.items()}
+        found = {}
+        for site, count in heads.items():
+            for head in range(count):
+                steps, values = self.series(site, head, statistic)
+                if values:
+                    found[site, head] = find_transition(steps, values)
+        return found
 
     def __repr__(self) -> str:
         span = f"steps {self.steps[0]} to {self.steps[-1]}" if self._snapshots else "empty"
