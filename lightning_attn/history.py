@@ -78,17 +78,15 @@ class History(Sequence[Snapshot]):
         Returns:
             For each site and head that ever had the statistic, its transition, or ``None``.
         """
-        holding = [snapshot for snapshot in self._snapshots if statistic in snapshot.statistics]
-        heads: dict[str, int] = {}
-        for snapshot in holding:
-            heads |= {site: max(count, heads.get(site, 0)) for site, count in snapshot.heads.items()}
-        found = {}
-        for site, count in heads.items():
-            for head in range(count):
-                steps, values = self.series(site, head, statistic)
-                if values:
-                    found[site, head] = find_transition(steps, values)
-        return found
+        series: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+        for snapshot in self._snapshots:
+            for site in snapshot.sites if statistic in snapshot.statistics else ():
+                for head, value in enumerate(snapshot[site, statistic]):
+                    if value is not None:
+                        steps, values = series.setdefault((site, head), ([], []))
+                        steps.append(snapshot.step)
+                        values.append(value)
+        return {place: find_transition(steps, values) for place, (steps, values) in series.items()}
 
     def __repr__(self) -> str:
         span = f"steps {self.steps[0]} to {self.steps[-1]}" if self._snapshots else "empty"

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_attn.callbacks.cadence import Cadence, check_positive
-from lightning_attn.callbacks.loggers import log_heat_maps, log_scalars
-from lightning_attn.callbacks.scalars import MAX_TAGS, check_summary_names, scalars, summary_value
+from lightning_attn.callbacks.notices import Notices
+from lightning_attn.callbacks.scalars import check_summary_names, summary_value
 from lightning_attn.callbacks.session import CaptureSession, Step
+from lightning_attn.callbacks.snapshot_log import SnapshotLog
 from lightning_attn.callbacks.trainer_steps import OptimizerSteps, logger_step
-from lightning_attn.capture.report import AttentionWarning
-from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.statistics.logits import NonFiniteShare
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,10 +89,11 @@ class AttentionMonitor(Callback):
             self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
             check_summary_names(metrics, self._request.names)
         self._stage = stage
-        self._heat_map_every_n_steps = heat_map_every_n_steps
         self._callback_metrics: dict[str, float | None] = dict.fromkeys(metrics)
         self._print_summary = print_summary
         self._prefix = prefix or ("attention" if stage == "train" else "attention_validate")
+        self._notices = Notices()
+        self._log = SnapshotLog(self._prefix, heat_map_every_n_steps, self._notices)
         self._key = self._generate_state_key(
             every_n_steps=every_n_steps,
             sites=sites,
@@ -107,11 +106,9 @@ class AttentionMonitor(Callback):
         )
         self._steps = OptimizerSteps()
         self._last_capture: int | None = None
-        self._last_heat_map: int | None = None
         self._is_watching = False
         self._tries_left = 0
         self._owes_metrics = False
-        self._said: set[object] = set()
         #: The snapshots of this run, oldest first.
         self.history = History(history_size)
 
@@ -130,7 +127,7 @@ class AttentionMonitor(Callback):
         return {
             "optimizer_steps": self._steps.count,
             "last_capture": self._last_capture,
-            "last_heat_map": self._last_heat_map,
+            "last_heat_map": self._log.last_heat_map,
             "callback_metrics": dict(self._callback_metrics),
         }
 
@@ -138,7 +135,7 @@ class AttentionMonitor(Callback):
         """Go on where a checkpoint left off."""
         self._steps.restore(state_dict.get("optimizer_steps", 0))
         self._last_capture = state_dict.get("last_capture")
-        self._last_heat_map = state_dict.get("last_heat_map")
+        self._log.last_heat_map = state_dict.get("last_heat_map")
         self._callback_metrics |= state_dict.get("callback_metrics", {})
         self._owes_metrics = True  # callbacks that monitor them may ask before the next capture
 
@@ -150,7 +147,8 @@ class AttentionMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a run, or go on with one."""
         if self._steps.start(trainer):
-            self._last_capture = self._last_heat_map = None
+            self._last_capture = None
+            self._log.begin()
             self.history.clear()
 
     def on_train_batch_start(
@@ -209,7 +207,8 @@ class AttentionMonitor(Callback):
         self._give_up(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the most extreme heads."""
+        """Print the most extreme heads, and write which of them went over from position to content or back."""
+        self._log.end(trainer, self.history)
         if self._print_summary and self.snapshot and trainer.is_global_zero:
             print(f"\n{self.snapshot.table()}")
 
@@ -230,30 +229,14 @@ class AttentionMonitor(Callback):
         if not snapshot:
             return False
         self.history.append(snapshot)
-        self._say_what_is_odd(snapshot)
-        self._log(trainer, snapshot)
+        self._notices.warn_of_oddities(snapshot, self._request.sites)
+        self._log.write(trainer, self.history, {})
         for name in self._callback_metrics:
             self._callback_metrics[name] = summary_value(snapshot, name)
             if self._callback_metrics[name] is None:
-                self._warn(f"{name!r} of `callback_metrics` has no value: no head of this model defines it.")
+                self._notices.warn(f"{name!r} of `callback_metrics` has no value: no head of this model defines it.")
         self._log_callback_metrics(pl_module)
         return True
-
-    def _log(self, trainer: pl.Trainer, snapshot: Snapshot) -> None:
-        tagged = scalars(snapshot, self._prefix)
-        if len(tagged) > MAX_TAGS:
-            self._warn(
-                f"AttentionMonitor has {len(tagged)} scalars for {len(snapshot.sites)} sites; it logs summaries over"
-                " all heads, and the sites are in the heat maps.",
-                once_for="tags",
-            )
-            tagged = scalars(snapshot, self._prefix, per_site=False)
-        log_scalars(trainer, tagged, snapshot.step)
-        if self._heat_map_every_n_steps is None:
-            return
-        if self._last_heat_map is None or snapshot.step - self._last_heat_map >= self._heat_map_every_n_steps:
-            self._last_heat_map = snapshot.step
-            log_heat_maps(trainer, snapshot, self._prefix)
 
     def _log_callback_metrics(self, pl_module: pl.LightningModule) -> None:
         """Make summaries known to callbacks that monitor metrics; they are reduced already, the same on every rank."""
@@ -270,27 +253,6 @@ class AttentionMonitor(Callback):
                     batch_size=1,
                     add_dataloader_idx=False,
                 )
-
-    def _say_what_is_odd(self, snapshot: Snapshot) -> None:
-        for pattern in self._request.sites.patterns:
-            if not any(SitePatterns(pattern).match(site) for site in snapshot.sites):
-                self._warn(f"No attention was seen at the sites {pattern!r}; it was at {list(snapshot.sites)}.")
-        for site in snapshot.sites:
-            share = (
-                snapshot.over_heads(site, NonFiniteShare.name) if NonFiniteShare.name in snapshot.statistics else None
-            )
-            if share:
-                self._warn(
-                    f"At step {snapshot.step} attention logits at {site!r} are infinite or NaN, in {share:.1%} of the"
-                    " rows of the worst head. These rows are in no other statistic.",
-                    once_for=("non-finite", site),
-                )
-
-    def _warn(self, message: str, once_for: object = None) -> None:
-        """Say something once: once in these words, or once for a reason."""
-        if (once_for or message) not in self._said:
-            self._said.add(once_for or message)
-            rank_zero_warn(message, category=AttentionWarning)
 
 
 @contextmanager

@@ -21,12 +21,7 @@ def transitions_table(transitions: Mapping[tuple[str, int], Transition | None]) 
     lines = ["| site | head | step | direction | certainty | before → after |", "|---|---|---|---|---|---|"]
     for (site, head), transition in sorted(found.items(), key=lambda item: (item[1].step, item[0])):
         lines.append(
-            f"| {_cell(site)} | {head} | {transition.step} | {_DIRECTIONS[transition.direction]} "
+            f"| `{site}` | {head} | {transition.step} | {_DIRECTIONS[transition.direction]} "
             f"| {transition.certainty:.3f} | {transition.before:.2f} → {transition.after:.2f} |"
         )
     return "\n".join([*lines, "", f"None in the other {len(transitions) - len(found)} of {len(transitions)} heads."])
-
-
-def _cell(text: str) -> str:
-    """Text that Markdown leaves as it is."""
-    return "`" + text.replace("|", "\\|") + "`"
