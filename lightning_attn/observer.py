@@ -67,7 +67,8 @@ class AttentionObserver:
         self._sums: dict[str, Sums] = {}
         self._saw_attention = False
         self._faults = SiteFaults()
-        self._reduction = RankReduction()
+        #: Joins the ranks' sums with every snapshot.
+        self.reduction = RankReduction()
 
     def __enter__(self) -> AttentionObserver:
         if self._capture is not None:
@@ -99,7 +100,7 @@ class AttentionObserver:
             step: the optimiser step, which the snapshot carries.
         """
         found, self._sums = self._sums, {}
-        sums = self._reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
+        sums = self.reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
         if not (sums or self._faults.reported or self._saw_attention):
             self._saw_attention = True  # said once
             if is_rank_zero():

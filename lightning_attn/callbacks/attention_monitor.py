@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
-from lightning_attn.callbacks.cadence import Cadence, check_positive
+from lightning_attn.callbacks.cadence import check_positive
 from lightning_attn.callbacks.notices import Notices
 from lightning_attn.callbacks.scalars import check_summary_names, summary_value
+from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.session import CaptureSession, Step
 from lightning_attn.callbacks.snapshot_log import SnapshotLog
-from lightning_attn.callbacks.trainer_steps import OptimizerSteps, logger_step
+from lightning_attn.callbacks.trainer_steps import logger_step
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History
 from lightning_attn.request import Request
@@ -22,9 +23,6 @@ from lightning_attn.snapshot import Snapshot
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-#: So many batches are tried when the one that was due computed no attention, as a step that returns early does.
-_TRIES = 10
 
 
 class AttentionMonitor(Callback):
@@ -52,6 +50,9 @@ class AttentionMonitor(Callback):
         print_summary: whether a table of the most extreme heads is printed when training ends.
         prefix: what all tags begin with; by default ``"attention"``, and ``"attention_validate"`` in validation.
         strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
+        max_overhead: the share of the training time that captures may take, such as ``0.01``. Where they take more,
+            they are made rarer than ``every_n_steps`` asks for, and not so rare again when they get cheaper; this is
+            said, and logged as ``attention/every_n_steps``. ``None`` for no limit. It takes a few captures to be known.
 
     Raises:
         MisconfigurationException: if an argument is not allowed, or a pattern matches no module of the model.
@@ -77,15 +78,21 @@ class AttentionMonitor(Callback):
         print_summary: bool = True,
         prefix: str | None = None,
         strict: bool = False,
+        max_overhead: float | None = None,
     ) -> None:
         with _misconfiguration():
-            self._cadence = Cadence(every_n_steps)
+            self._schedule = CaptureSchedule(every_n_steps, max_overhead)
             if heat_map_every_n_steps is not None:
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", "or None for no heat maps")
             check_positive(history_size, "history_size")
             metrics = (callback_metrics,) if isinstance(callback_metrics, str) else tuple(callback_metrics or ())
             if stage not in ("train", "validate"):
                 raise ValueError(f"`stage` must be 'train' or 'validate', got {stage!r}.")
+            if stage == "validate" and max_overhead is not None:
+                raise ValueError(
+                    f"`max_overhead` makes captures of training batches rarer, and must be None with stage='validate', "
+                    f"which watches one batch of every validation run, got {max_overhead!r}."
+                )
             self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict)
             check_summary_names(metrics, self._request.names)
         self._stage = stage
@@ -103,11 +110,10 @@ class AttentionMonitor(Callback):
             stage=stage,
             callback_metrics=callback_metrics,
             prefix=prefix,
+            max_overhead=max_overhead,
         )
-        self._steps = OptimizerSteps()
-        self._last_capture: int | None = None
         self._is_watching = False
-        self._tries_left = 0
+        self._number = 0
         self._owes_metrics = False
         #: The snapshots of this run, oldest first.
         self.history = History(history_size)
@@ -125,16 +131,14 @@ class AttentionMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on at the same cadence."""
         return {
-            "optimizer_steps": self._steps.count,
-            "last_capture": self._last_capture,
+            **self._schedule.state_dict(),
             "last_heat_map": self._log.last_heat_map,
             "callback_metrics": dict(self._callback_metrics),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a checkpoint left off."""
-        self._steps.restore(state_dict.get("optimizer_steps", 0))
-        self._last_capture = state_dict.get("last_capture")
+        self._schedule.load_state_dict(state_dict)
         self._log.last_heat_map = state_dict.get("last_heat_map")
         self._callback_metrics |= state_dict.get("callback_metrics", {})
         self._owes_metrics = True  # callbacks that monitor them may ask before the next capture
@@ -146,8 +150,7 @@ class AttentionMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a run, or go on with one."""
-        if self._steps.start(trainer):
-            self._last_capture = None
+        if self._schedule.start(trainer):
             self._log.begin()
             self.history.clear()
 
@@ -155,24 +158,18 @@ class AttentionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Have the batch watched if it is due."""
-        if self._stage != "train":
-            return
-        if self._steps.count != self._last_capture and self._cadence.is_due(self._steps.count):
-            self._tries_left = _TRIES
-        if self._tries_left:
+        if self._stage == "train" and self._schedule.batch_starts(trainer):
             self._watch(trainer, pl_module, "training_step")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the snapshot of a watched batch, and count the step."""
-        if self._is_watching:
-            self._tries_left -= 1
-            if self._take_snapshot(trainer, pl_module):
-                self._last_capture, self._tries_left = self._steps.count, 0
+        was_watched = self._is_watching
+        was_captured = was_watched and self._take_snapshot(trainer, pl_module)
         if self._owes_metrics and self._stage == "train":
             self._log_callback_metrics(pl_module)
-        self._steps.batch_ended(trainer)
+        self._schedule.batch_ends(trainer, was_watched, was_captured)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -213,7 +210,8 @@ class AttentionMonitor(Callback):
             print(f"\n{self.snapshot.table()}")
 
     def _watch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: Step) -> None:
-        CaptureSession.of(trainer).request(trainer, pl_module, self._request, step)
+        session = CaptureSession.of(trainer)
+        self._number = session.request(trainer, pl_module, self._request, step, self._schedule.needed_steps)
         self._is_watching = True
 
     def _give_up(self, trainer: pl.Trainer) -> None:
@@ -224,13 +222,15 @@ class AttentionMonitor(Callback):
     def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         """Give the watched step's snapshot to everyone who wants it; whether there was any attention."""
         self._is_watching = False
-        snapshot = CaptureSession.of(trainer).collect(logger_step(trainer))
-        snapshot = snapshot.select(self._request.sites, self._request.names)
+        session = CaptureSession.of(trainer)
+        snapshot = session.collect(logger_step(trainer)).select(self._request.sites, self._request.names)
         if not snapshot:
             return False
         self.history.append(snapshot)
         self._notices.warn_of_oddities(snapshot, self._request.sites)
-        self._log.write(trainer, self.history, {})
+        self._schedule.settle(session.numbers[self._number])
+        interval = self._schedule.interval
+        self._log.write(trainer, self.history, {} if interval is None else {"every_n_steps": interval})
         for name in self._callback_metrics:
             self._callback_metrics[name] = summary_value(snapshot, name)
             if self._callback_metrics[name] is None:
