@@ -138,7 +138,7 @@ class TimeBudget:
         """
         if needed_steps > self.fewest_steps:
             most = _MOST_AT_ONCE * max(self.fewest_steps, asked_steps)
-            self.fewest_steps = min(_power_of_two(needed_steps), most)
+            self.fewest_steps = min(_power_of_two(min(needed_steps, most)), most)
         elif 2.5 * needed_steps <= self.fewest_steps:
             self.fewest_steps = _power_of_two(1.25 * needed_steps)
 
