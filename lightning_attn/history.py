@@ -84,6 +84,8 @@ class History(Sequence[Snapshot]):
                 for head, value in enumerate(snapshot[site, statistic]):
                     if value is not None:
                         steps, values = series.setdefault((site, head), ([], []))
+                        while steps and steps[-1] > snapshot.step:  # the run went back to a checkpoint
+                            steps.pop(), values.pop()
                         steps.append(snapshot.step)
                         values.append(value)
         return {place: find_transition(steps, values) for place, (steps, values) in series.items()}

@@ -122,3 +122,12 @@ def test_transitions_of_another_statistic() -> None:
     assert transition.step == 60
     assert history.transitions() == {}
     assert a_history().transitions() == {}
+
+
+def test_what_a_run_went_back_on_is_in_no_transition() -> None:
+    """The fall is undone by a checkpoint from before it, and does not come again."""
+    history = History(100)
+    for step in [*range(0, 2000, 100), *range(900, 2000, 100)]:
+        history.append(course(step, 0.3 if step >= 1000 and len(history) < 20 else 0.9))
+    assert history.transitions() == {("block", 0): None}
+    assert history.steps[20] == 900
