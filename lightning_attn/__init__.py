@@ -12,6 +12,7 @@ from lightning_attn.capture import AttentionCall, AttentionWarning, Recording, o
 from lightning_attn.history import History  # noqa: E402
 from lightning_attn.observer import AttentionObserver  # noqa: E402
 from lightning_attn.snapshot import HeadValue, Snapshot, Summary  # noqa: E402
+from lightning_attn.transition import Transition, find_transition  # noqa: E402
 
 if TYPE_CHECKING:
     from lightning_attn.callbacks import AttentionMonitor
@@ -28,6 +29,8 @@ __all__ = [
     "Recording",
     "Snapshot",
     "Summary",
+    "Transition",
+    "find_transition",
     "observe",
     "record",
 ]

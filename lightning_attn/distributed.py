@@ -46,6 +46,8 @@ class RankReduction:
 
     def __init__(self) -> None:
         self._heads: dict[str, int] = {}
+        #: Numbers to agree on, as many on every rank: the next call replaces each by the largest of all ranks.
+        self.numbers: list[float] = []
 
     def __call__(
         self,
@@ -84,10 +86,11 @@ class RankReduction:
         unknown = any(self._heads.get(site) != heads for site, heads in _heads(found).items())
         says = [unknown, *(site in quiet for site in sites), *(site in found for site in sites)]
         maxima = torch.cat([sums.maxima_XH.flatten() for sums in self._laid_out(found, statistics, device)])
-        packed = torch.cat([torch.tensor(says).to(maxima), maxima])
+        packed = torch.cat([torch.tensor([*says, *self.numbers], dtype=maxima.dtype).to(maxima.device), maxima])
         if world_size() > 1:
             dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-        said, maxima = packed.cpu().split([len(says), len(maxima)])
+        said, numbers, maxima = packed.cpu().split([len(says), len(self.numbers), len(maxima)])
+        self.numbers = numbers.tolist()
         unknown, *flags = said.bool().tolist()
         failed, ran = flags[: len(sites)], flags[len(sites) :]
         return _Signals(unknown, set(compress(sites, failed)), list(compress(sites, ran))), maxima

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from lightning_attn.snapshot import Snapshot
+from lightning_attn.transition import Transition, find_transition
 
 
 class History(Sequence[Snapshot]):
@@ -67,6 +68,27 @@ class History(Sequence[Snapshot]):
         points = [(snapshot.step, snapshot[site, statistic][head]) for snapshot in holding]
         present = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in present], [value for _, value in present]
+
+    def transitions(self, statistic: str = "positional_share") -> dict[tuple[str, int], Transition | None]:
+        """What `lightning_attn.find_transition` finds in each head's series of a statistic.
+
+        Args:
+            statistic: a share of position, 1 where a head attends by position and 0 where it attends by content.
+
+        Returns:
+            For each site and head that ever had the statistic, its transition, or ``None``.
+        """
+        series: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+        for snapshot in self._snapshots:
+            for site in snapshot.sites if statistic in snapshot.statistics else ():
+                for head, value in enumerate(snapshot[site, statistic]):
+                    if value is not None:
+                        steps, values = series.setdefault((site, head), ([], []))
+                        while steps and steps[-1] > snapshot.step:  # the run went back to a checkpoint
+                            steps.pop(), values.pop()
+                        steps.append(snapshot.step)
+                        values.append(value)
+        return {place: find_transition(steps, values) for place, (steps, values) in series.items()}
 
     def __repr__(self) -> str:
         span = f"steps {self.steps[0]} to {self.steps[-1]}" if self._snapshots else "empty"

@@ -74,7 +74,8 @@ class AttentionObserver:
         self._loops: dict[str, _LoopOverHeads] = {}
         self._saw_attention = False
         self._faults = SiteFaults()
-        self._reduction = RankReduction()
+        #: Joins the ranks' sums with every snapshot.
+        self.reduction = RankReduction()
 
     def __enter__(self) -> AttentionObserver:
         if self._capture is not None:
@@ -115,7 +116,7 @@ class AttentionObserver:
                 self._faults.report(site, error)
         found = {site: self._sums[site] for site in self._sites if site in self._sums}
         self.forget()
-        sums = self._reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
+        sums = self.reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
         if not (sums or self._faults.reported or self._saw_attention):
             self._saw_attention = True  # said once
             if is_rank_zero():

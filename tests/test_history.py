@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_attn import History, Snapshot
+from lightning_attn import History, Snapshot, Transition
 
 
 def at(step: int, entropy: float = 0.5, heads: int = 2, site: str = "block") -> Snapshot:
@@ -95,3 +95,39 @@ def test_copies_keep_the_snapshots_and_the_size(copied: object) -> None:
     copy_of_it.append(at(3))
     assert copy_of_it.steps == [2, 3]
     assert history.steps == [1, 2]
+
+
+def course(step: int, *shares: float | None, site: str = "block") -> Snapshot:
+    """A snapshot of the positional share of each head of a site."""
+    values = torch.tensor([[math.nan if share is None else share for share in shares]], dtype=torch.float64)
+    return Snapshot(step, {site: len(shares)}, ("positional_share",), values)
+
+
+def test_transitions_of_each_head() -> None:
+    history = History(100)
+    for step in range(0, 2000, 100):
+        history.append(course(step, 0.9 if step < 1000 else 0.3, 0.5, None))
+        history.append(course(step, 0.1 if step < 700 else 0.8, site="later") if step % 200 == 100 else at(step))
+    found = history.transitions()
+    assert list(found) == [("block", 0), ("block", 1), ("later", 0)]
+    assert found["block", 0] == Transition(1000, "positional_to_semantic", pytest.approx(0.999), 0.9, 0.3)
+    assert found["block", 1] is None
+    assert found["later", 0] is None  # ten values, of which only three are before the change
+
+
+def test_transitions_of_another_statistic() -> None:
+    history = a_history(*(at(step, 0.9 if step < 60 else 0.2) for step in range(0, 120, 10)), size=20)
+    transition = history.transitions("entropy")["block", 1]
+    assert transition is not None
+    assert transition.step == 60
+    assert history.transitions() == {}
+    assert a_history().transitions() == {}
+
+
+def test_what_a_run_went_back_on_is_in_no_transition() -> None:
+    """The fall is undone by a checkpoint from before it, and does not come again."""
+    history = History(100)
+    for step in [*range(0, 2000, 100), *range(900, 2000, 100)]:
+        history.append(course(step, 0.3 if step >= 1000 and len(history) < 20 else 0.9))
+    assert history.transitions() == {("block", 0): None}
+    assert history.steps[20] == 900

@@ -21,6 +21,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from lightning_attn import AttentionCall, AttentionWarning
+from lightning_attn.callbacks.budget import TimeBudget
 from lightning_attn.capture import Visibility
 from lightning_attn.distributed import RankReduction, world_size
 from lightning_attn.statistics import measure, resolve
@@ -75,6 +76,13 @@ def test_alone_a_site_counts_when_it_runs_and_is_not_quiet() -> None:
     assert list(reduction({"b": entropy}, STATISTICS, set(), CPU)) == ["b"]
     assert list(reduction({}, STATISTICS, set(), CPU)) == []
     assert list(reduction({"a": entropy, "b": entropy, "c": entropy}, STATISTICS, {"b"}, CPU)) == ["a", "c"]
+
+
+def test_alone_numbers_stay_what_they_are() -> None:
+    reduction = RankReduction()
+    reduction.numbers = [0.1, 1e9]
+    reduction({"a": sums([0.5], [1.0])}, STATISTICS, set(), CPU)
+    assert reduction.numbers == [0.1, 1e9]
 
 
 def test_alone_a_site_may_change_its_number_of_heads() -> None:
@@ -223,6 +231,38 @@ def a_rank_without_sequences(rank: int) -> Any:
 
 
 @case
+def numbers_to_agree_on(rank: int) -> Any:
+    """Beside a new site, beside a known one, and beside nothing."""
+    reduction, results = RankReduction(), []
+    for found in ({"a": sums([0.5], [1.0])}, {"a": sums([0.25], [2.0])}, {}):
+        reduction.numbers = [0.125 + rank, 7.5 - rank]
+        with collectives() as called:
+            joined = reduction(found, STATISTICS, set(), CPU)
+        results.append({"numbers": reduction.numbers, "values": values(joined), "collectives": called})
+    return results
+
+
+@case
+def a_time_budget_on_each(rank: int) -> Any:
+    """The same training, in which captures take long on the second rank alone."""
+    now = [0.0]
+    budget, reduction, settled = TimeBudget(0.1, lambda: now[0]), RankReduction(), []
+    for capture in range(4):
+        for batch in range(10):
+            budget.batch_starts((lambda: None) if batch == 0 else None)
+            now[0] += 1.0
+            if batch == 0:
+                reduction.numbers = [budget.needed_steps]
+                with collectives() as called:
+                    reduction({"a": sums([0.5], [1.0])}, STATISTICS, set(), CPU)
+                budget.settle(reduction.numbers[0], asked_steps=10)
+                settled.append((budget.fewest_steps, called if capture else None))
+                now[0] += 10.0 * rank
+            budget.batch_ends("plain" if batch else "capture", stepped=True)
+    return settled
+
+
+@case
 def size_of_the_world(rank: int) -> Any:
     return world_size()
 
@@ -281,6 +321,8 @@ IN_CAPTURES = [
     both_change_their_number_of_heads,
     a_fault_on_one_rank,
     a_fault_on_one_rank_at_the_first_capture,
+    numbers_to_agree_on,
+    a_time_budget_on_each,
 ]
 
 
@@ -373,6 +415,24 @@ def test_a_site_that_fails_on_one_rank_at_once_goes_quiet_on_all(ranks: Any) -> 
     for rank in ranks:
         assert [list(capture["values"]) for capture in rank] == [["b"], ["b"]]
         assert [capture["quiet"] for capture in rank] == [["a"], ["a"]]
+
+
+@of(numbers_to_agree_on)
+def test_the_largest_numbers_come_with_the_capture_and_cost_no_collective_more(ranks: Any) -> None:
+    assert [capture["numbers"] for capture in ranks[0]] == [[1.125, 7.5]] * 3
+    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, STEADY, STEADY]
+    assert [capture["values"] for capture in ranks[0]] == [
+        {"a": {"entropy": [0.5], "max_logit": [1.0]}},
+        {"a": {"entropy": [0.25], "max_logit": [2.0]}},
+        {},
+    ]
+
+
+@of(a_time_budget_on_each)
+def test_ranks_follow_the_one_whose_captures_take_longest(ranks: Any) -> None:
+    """10 s beyond steps of 1 s, of which captures may take a tenth: every 90 steps, the next power of two is 128."""
+    assert [fewest for fewest, _ in ranks[0]] == [2, 2, 80, 128]
+    assert [called for _, called in ranks[0][1:]] == [STEADY] * 3
 
 
 @of(a_batch_in_two_halves)

@@ -8,25 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_attn.callbacks.cadence import Cadence, check_positive
-from lightning_attn.callbacks.loggers import log_heat_maps, log_scalars
-from lightning_attn.callbacks.scalars import MAX_TAGS, check_summary_names, scalars, summary_value
+from lightning_attn.callbacks.cadence import check_positive
+from lightning_attn.callbacks.notices import Notices
+from lightning_attn.callbacks.scalars import check_summary_names, summary_value
+from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.session import CaptureSession, Step
-from lightning_attn.callbacks.trainer_steps import OptimizerSteps, logger_step
-from lightning_attn.capture.report import AttentionWarning
-from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.callbacks.snapshot_log import SnapshotLog
+from lightning_attn.callbacks.trainer_steps import logger_step
+from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.statistics.logits import NonFiniteShare
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-#: So many batches are tried when the one that was due computed no attention, as a step that returns early does.
-_TRIES = 10
 
 
 class AttentionMonitor(Callback):
@@ -56,6 +52,9 @@ class AttentionMonitor(Callback):
         strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.
         compiled: ``"eager"`` runs modules compiled by `torch.compile` eagerly on capture steps, which takes the memory
             of an eager step; ``"skip"`` does not watch a model that has such modules, and says so.
+        max_overhead: the share of the training time that captures may take, such as ``0.01``. Where they take more,
+            they are made rarer than ``every_n_steps`` asks for, and not so rare again when they get cheaper; this is
+            said, and logged as ``attention/every_n_steps``. ``None`` for no limit. It takes a few captures to be known.
 
     Raises:
         MisconfigurationException: if an argument is not allowed, or a pattern matches no module of the model.
@@ -82,22 +81,29 @@ class AttentionMonitor(Callback):
         prefix: str | None = None,
         strict: bool = False,
         compiled: Literal["eager", "skip"] = "eager",
+        max_overhead: float | None = None,
     ) -> None:
         with _misconfiguration():
-            self._cadence = Cadence(every_n_steps)
+            self._schedule = CaptureSchedule(every_n_steps, max_overhead)
             if heat_map_every_n_steps is not None:
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", "or None for no heat maps")
             check_positive(history_size, "history_size")
             metrics = (callback_metrics,) if isinstance(callback_metrics, str) else tuple(callback_metrics or ())
             if stage not in ("train", "validate"):
                 raise ValueError(f"`stage` must be 'train' or 'validate', got {stage!r}.")
+            if stage == "validate" and max_overhead is not None:
+                raise ValueError(
+                    f"`max_overhead` makes captures of training batches rarer, and must be None with stage='validate', "
+                    f"which watches one batch of every validation run, got {max_overhead!r}."
+                )
             self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict, compiled)
             check_summary_names(metrics, self._request.names)
         self._stage = stage
-        self._heat_map_every_n_steps = heat_map_every_n_steps
         self._callback_metrics: dict[str, float | None] = dict.fromkeys(metrics)
         self._print_summary = print_summary
         self._prefix = prefix or ("attention" if stage == "train" else "attention_validate")
+        self._notices = Notices()
+        self._log = SnapshotLog(self._prefix, heat_map_every_n_steps, self._notices)
         self._key = self._generate_state_key(
             every_n_steps=every_n_steps,
             sites=sites,
@@ -107,14 +113,11 @@ class AttentionMonitor(Callback):
             stage=stage,
             callback_metrics=callback_metrics,
             prefix=prefix,
+            max_overhead=max_overhead,
         )
-        self._steps = OptimizerSteps()
-        self._last_capture: int | None = None
-        self._last_heat_map: int | None = None
         self._is_watching = False
-        self._tries_left = 0
+        self._number = 0
         self._owes_metrics = False
-        self._said: set[object] = set()
         #: The snapshots of this run, oldest first.
         self.history = History(history_size)
 
@@ -131,17 +134,15 @@ class AttentionMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on at the same cadence."""
         return {
-            "optimizer_steps": self._steps.count,
-            "last_capture": self._last_capture,
-            "last_heat_map": self._last_heat_map,
+            **self._schedule.state_dict(),
+            "last_heat_map": self._log.last_heat_map,
             "callback_metrics": dict(self._callback_metrics),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a checkpoint left off."""
-        self._steps.restore(state_dict.get("optimizer_steps", 0))
-        self._last_capture = state_dict.get("last_capture")
-        self._last_heat_map = state_dict.get("last_heat_map")
+        self._schedule.load_state_dict(state_dict)
+        self._log.last_heat_map = state_dict.get("last_heat_map")
         self._callback_metrics |= state_dict.get("callback_metrics", {})
         self._owes_metrics = True  # callbacks that monitor them may ask before the next capture
 
@@ -152,32 +153,26 @@ class AttentionMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a run, or go on with one."""
-        if self._steps.start(trainer):
-            self._last_capture = self._last_heat_map = None
+        if self._schedule.start(trainer):
+            self._log.begin()
             self.history.clear()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Have the batch watched if it is due."""
-        if self._stage != "train":
-            return
-        if self._steps.count != self._last_capture and self._cadence.is_due(self._steps.count):
-            self._tries_left = _TRIES
-        if self._tries_left:
+        if self._stage == "train" and self._schedule.batch_starts(trainer):
             self._watch(trainer, pl_module, "training_step")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the snapshot of a watched batch, and count the step."""
-        if self._is_watching:
-            self._tries_left -= 1
-            if self._take_snapshot(trainer, pl_module):
-                self._last_capture, self._tries_left = self._steps.count, 0
+        was_watched = self._is_watching
+        was_captured = was_watched and self._take_snapshot(trainer, pl_module)
         if self._owes_metrics and self._stage == "train":
             self._log_callback_metrics(pl_module)
-        self._steps.batch_ended(trainer)
+        self._schedule.batch_ends(trainer, was_watched, was_captured)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -212,12 +207,14 @@ class AttentionMonitor(Callback):
         self._give_up(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the most extreme heads."""
+        """Print the most extreme heads, and write which of them went over from position to content or back."""
+        self._log.end(trainer, self.history)
         if self._print_summary and self.snapshot and trainer.is_global_zero:
             print(f"\n{self.snapshot.table()}")
 
     def _watch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: Step) -> None:
-        CaptureSession.of(trainer).request(trainer, pl_module, self._request, step)
+        session = CaptureSession.of(trainer)
+        self._number = session.request(trainer, pl_module, self._request, step, self._schedule.needed_steps)
         self._is_watching = True
 
     def _give_up(self, trainer: pl.Trainer) -> None:
@@ -228,35 +225,21 @@ class AttentionMonitor(Callback):
     def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         """Give the watched step's snapshot to everyone who wants it; whether there was any attention."""
         self._is_watching = False
-        snapshot = CaptureSession.of(trainer).collect(logger_step(trainer))
-        snapshot = snapshot.select(self._request.sites, self._request.names)
+        session = CaptureSession.of(trainer)
+        snapshot = session.collect(logger_step(trainer)).select(self._request.sites, self._request.names)
         if not snapshot:
             return False
         self.history.append(snapshot)
-        self._say_what_is_odd(snapshot)
-        self._log(trainer, snapshot)
+        self._notices.warn_of_oddities(snapshot, self._request.sites)
+        self._schedule.settle(session.numbers[self._number])
+        interval = self._schedule.interval
+        self._log.write(trainer, self.history, {} if interval is None else {"every_n_steps": interval})
         for name in self._callback_metrics:
             self._callback_metrics[name] = summary_value(snapshot, name)
             if self._callback_metrics[name] is None:
-                self._warn(f"{name!r} of `callback_metrics` has no value: no head of this model defines it.")
+                self._notices.warn(f"{name!r} of `callback_metrics` has no value: no head of this model defines it.")
         self._log_callback_metrics(pl_module)
         return True
-
-    def _log(self, trainer: pl.Trainer, snapshot: Snapshot) -> None:
-        tagged = scalars(snapshot, self._prefix)
-        if len(tagged) > MAX_TAGS:
-            self._warn(
-                f"AttentionMonitor has {len(tagged)} scalars for {len(snapshot.sites)} sites; it logs summaries over"
-                " all heads, and the sites are in the heat maps.",
-                once_for="tags",
-            )
-            tagged = scalars(snapshot, self._prefix, per_site=False)
-        log_scalars(trainer, tagged, snapshot.step)
-        if self._heat_map_every_n_steps is None:
-            return
-        if self._last_heat_map is None or snapshot.step - self._last_heat_map >= self._heat_map_every_n_steps:
-            self._last_heat_map = snapshot.step
-            log_heat_maps(trainer, snapshot, self._prefix)
 
     def _log_callback_metrics(self, pl_module: pl.LightningModule) -> None:
         """Make summaries known to callbacks that monitor metrics; they are reduced already, the same on every rank."""
@@ -273,27 +256,6 @@ class AttentionMonitor(Callback):
                     batch_size=1,
                     add_dataloader_idx=False,
                 )
-
-    def _say_what_is_odd(self, snapshot: Snapshot) -> None:
-        for pattern in self._request.sites.patterns:
-            if not any(SitePatterns(pattern).match(site) for site in snapshot.sites):
-                self._warn(f"No attention was seen at the sites {pattern!r}; it was at {list(snapshot.sites)}.")
-        for site in snapshot.sites:
-            share = (
-                snapshot.over_heads(site, NonFiniteShare.name) if NonFiniteShare.name in snapshot.statistics else None
-            )
-            if share:
-                self._warn(
-                    f"At step {snapshot.step} attention logits at {site!r} are infinite or NaN, in {share:.1%} of the"
-                    " rows of the worst head. These rows are in no other statistic.",
-                    once_for=("non-finite", site),
-                )
-
-    def _warn(self, message: str, once_for: object = None) -> None:
-        """Say something once: once in these words, or once for a reason."""
-        if (once_for or message) not in self._said:
-            self._said.add(once_for or message)
-            rank_zero_warn(message, category=AttentionWarning)
 
 
 @contextmanager

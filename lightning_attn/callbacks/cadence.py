@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 
 
 class Cadence:
@@ -32,8 +33,16 @@ class Cadence:
 
     def is_due(self, step: int) -> bool:
         """Whether a step is one to capture at."""
-        start, steps = max(part for part in self._parts if part[0] <= step)
+        start, steps = self._part(step)
         return (step - start) % steps == 0
+
+    def interval(self, step: int, fewest_steps: int = 1) -> int:
+        """The steps from one capture to the next at some step, if at least so many must lie between them."""
+        _, steps = self._part(step)
+        return steps * max(ceil(fewest_steps / steps), 1)
+
+    def _part(self, step: int) -> tuple[int, int]:
+        return max(part for part in self._parts if part[0] <= step)
 
 
 def check_positive(value: object, name: str, otherwise: str = "") -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.registry import known_statistics
-from lightning_attn.tensorboard import SummaryWriter, heat_map
+from lightning_attn.tensorboard import Layout, SummaryWriter, heat_map
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,7 +30,7 @@ def log_scalars(trainer: pl.Trainer, tagged: Mapping[str, float], step: int) -> 
 
 def log_heat_maps(trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
     """Draw every statistic of a snapshot in TensorBoard, as ``<prefix>_heads/<statistic>``; faults if there are any."""
-    writers = list(_tensorboard_writers(trainer)) if trainer.is_global_zero else []
+    writers = _tensorboard_writers(trainer)
     if not writers:
         return
     known = known_statistics()
@@ -42,8 +43,41 @@ def log_heat_maps(trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
             writer.add_image(f"{prefix}_heads/{statistic}", picture, snapshot.step, dataformats="HWC")
 
 
-def _tensorboard_writers(trainer: pl.Trainer) -> Iterator[SummaryWriter]:
-    """The writers of the TensorBoard loggers, told by name so that both of Lightning's packages are served."""
-    for logger in trainer.loggers:
-        if any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__):
-            yield logger.experiment  # type: ignore[attr-defined]
+def log_layout(trainer: pl.Trainer, layout: Layout) -> None:
+    """Lay out TensorBoard's custom scalars; written where there is something new in it.
+
+    TensorBoard takes the last layout of a run for the whole, so each one written has to hold those before it, of other
+    monitors and of statistics that have no value today.
+    """
+    for writer in _tensorboard_writers(trainer):
+        before = _LAYOUTS.get(writer, {})
+        whole = before | {category: before.get(category, {}) | charts for category, charts in layout.items()}
+        if whole != before:
+            _LAYOUTS[writer] = whole
+            writer.add_custom_scalars(whole)
+
+
+def log_text(trainer: pl.Trainer, tag: str, markdown: str, step: int) -> None:
+    """Write a text in TensorBoard."""
+    for writer in _tensorboard_writers(trainer):
+        writer.add_text(tag, markdown, step)
+
+
+def has_tensorboard(trainer: pl.Trainer) -> bool:
+    """Whether this process writes to TensorBoard."""
+    return bool(_tensorboard_writers(trainer))
+
+
+def _tensorboard_writers(trainer: pl.Trainer) -> list[SummaryWriter]:
+    """The writers of the TensorBoard loggers, told by name so that both of Lightning's packages are served.
+
+    Only rank zero has any.
+    """
+    return [
+        logger.experiment  # type: ignore[attr-defined]
+        for logger in (trainer.loggers if trainer.is_global_zero else [])
+        if any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__)
+    ]
+
+
+_LAYOUTS: WeakKeyDictionary[SummaryWriter, Layout] = WeakKeyDictionary()

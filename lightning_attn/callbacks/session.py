@@ -34,6 +34,10 @@ class CaptureSession:
         self._request: Request | None = None
         self._snapshot: Snapshot | None = None
         self._unwatch: Callable[[], None] | None = None
+        #: How many steps were to be watched.
+        self.watched_steps = 0
+        #: A number of each request for the step; after `collect` the largest of all ranks.
+        self.numbers: list[float] = []
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> CaptureSession:
@@ -43,15 +47,32 @@ class CaptureSession:
             session = _SESSIONS[trainer] = cls(trainer)
         return session
 
-    def request(self, trainer: pl.Trainer, model: pl.LightningModule, request: Request, step: Step) -> None:
-        """Have the next step watched."""
+    def request(
+        self, trainer: pl.Trainer, model: pl.LightningModule, request: Request, step: Step, number: float = 0.0
+    ) -> int:
+        """Have the next step watched.
+
+        Args:
+            trainer: the Trainer of this session.
+            model: its model.
+            request: what is wanted.
+            step: which step is watched.
+            number: a number of which the largest of all ranks is wanted: it travels with the capture.
+
+        Returns:
+            The place of that number in `numbers`.
+        """
         if self._request is not None:  # another callback was first
             self._request |= request
-            return
+            self.numbers.append(number)
+            return len(self.numbers) - 1
         self._request, self._snapshot = request, None
+        self.watched_steps += 1
+        self.numbers = [number]
         if self._observer is None or self._observer.model is not model:
             self._observer = AttentionObserver(model, device=trainer.strategy.root_device)
         self._watch(trainer, step, self._observer)
+        return 0
 
     def collect(self, step: int) -> Snapshot:
         """The snapshot of the step that was watched; every rank collects it.
@@ -63,7 +84,9 @@ class CaptureSession:
         if self._snapshot is None:
             assert self._observer is not None and self._request is not None
             self._observer.request, self._request = self._request, None
+            self._observer.reduction.numbers = self.numbers
             self._snapshot = self._observer.snapshot(step)
+            self.numbers = self._observer.reduction.numbers
         return self._snapshot
 
     def close(self) -> None:

@@ -46,8 +46,9 @@ class OptimizerSteps:
         self.count = count
         self._is_restored = True
 
-    def batch_ended(self, trainer: pl.Trainer) -> None:
-        """Count the batch if an optimiser stepped in it."""
-        if trainer.global_step > self._global_step:
-            self.count += 1
-            self._global_step = trainer.global_step
+    def batch_ended(self, trainer: pl.Trainer) -> bool:
+        """Count the batch if an optimiser stepped in it, and say whether one did."""
+        stepped = trainer.global_step > self._global_step
+        self.count += stepped
+        self._global_step = max(trainer.global_step, self._global_step)
+        return stepped

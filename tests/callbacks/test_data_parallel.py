@@ -9,9 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from models import LanguageModel, batches, trainer
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_attn import AttentionMonitor
+from lightning_attn import AttentionMonitor, Snapshot
+from lightning_attn.callbacks import session
 
 
 class WritesSnapshots(pl.Callback):
@@ -62,3 +64,42 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for site, statistics in expected.items():
         for statistic, heads in statistics.items():
             assert found[site][statistic] == pytest.approx(heads, rel=1e-5, abs=1e-7), (site, statistic)
+
+
+class TakesTime(DividesItsBatches):
+    """On a clock of its own a batch takes a second, and a capture ten more, on the second rank alone."""
+
+    def on_train_start(self) -> None:
+        self.now = 0.0
+        (monitor,) = (callback for callback in self.trainer.callbacks if isinstance(callback, AttentionMonitor))
+        monitor._schedule._budget._clock = lambda: self.now
+        snapshot = session.AttentionObserver.snapshot
+
+        def takes_long(observer: session.AttentionObserver, step: int = 0) -> Snapshot:
+            self.now += 10.0 * self.trainer.global_rank
+            return snapshot(observer, step)
+
+        session.AttentionObserver.snapshot = takes_long  # in a process that ends with the run
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.now += 1.0
+        return super().training_step(batch, batch_idx)
+
+
+class WritesSteps(WritesSnapshots):
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(self.monitor.history.steps))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_ranks_keep_one_cadence_however_long_captures_take_on_one(tmp_path: Path) -> None:
+    """Ten seconds may take a tenth every 90 steps of one; at most eight times as far at once, that is every 32."""
+    watched = AttentionMonitor(every_n_steps=4, statistics="max_weight", max_overhead=0.1, print_summary=False)
+    running = trainer(
+        watched, WritesSteps(watched, tmp_path), strategy="ddp_spawn", devices=2, use_distributed_sampler=False,
+        max_epochs=20,
+    )  # fmt: skip
+    running.fit(TakesTime())
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second == [0, 4, 8, 40]

@@ -91,8 +91,9 @@ class CountedMonitor(AttentionMonitor):
         self.operations[-1] += counter.count
 
 
-def test_off_capture_steps_the_hooks_touch_no_tensor() -> None:
-    monitor = CountedMonitor(every_n_steps=3)
+@pytest.mark.parametrize("max_overhead", [None, 0.9999])
+def test_off_capture_steps_the_hooks_touch_no_tensor(max_overhead: float | None) -> None:
+    monitor = CountedMonitor(every_n_steps=3, max_overhead=max_overhead)
     fit(LanguageModel(), monitor, steps=6)
     captured, others = monitor.operations[::3], monitor.operations[1::3] + monitor.operations[2::3]
     assert all(captured)
