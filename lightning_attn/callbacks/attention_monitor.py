@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_attn.callbacks.cadence import Cadence, check_positive
 from lightning_attn.callbacks.loggers import log_heat_maps, log_scalars
-from lightning_attn.callbacks.scalars import MAX_TAGS, check_summary_names, scalars, summary_value
+from lightning_attn.callbacks.scalars import MAX_TAGS, check_summary_names, summary_value
 from lightning_attn.callbacks.session import CaptureSession, Step
 from lightning_attn.callbacks.trainer_steps import OptimizerSteps, logger_step
 from lightning_attn.capture.report import AttentionWarning
@@ -240,14 +240,14 @@ class AttentionMonitor(Callback):
         return True
 
     def _log(self, trainer: pl.Trainer, snapshot: Snapshot) -> None:
-        tagged = scalars(snapshot, self._prefix)
+        tagged = snapshot.scalars(self._prefix)
         if len(tagged) > MAX_TAGS:
             self._warn(
                 f"AttentionMonitor has {len(tagged)} scalars for {len(snapshot.sites)} sites; it logs summaries over"
                 " all heads, and the sites are in the heat maps.",
                 once_for="tags",
             )
-            tagged = scalars(snapshot, self._prefix, per_site=False)
+            tagged = snapshot.scalars(self._prefix, per_site=False)
         log_scalars(trainer, tagged, snapshot.step)
         if self._heat_map_every_n_steps is None:
             return
