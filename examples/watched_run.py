@@ -114,9 +114,9 @@ class ProgressBar(TQDMProgressBar):
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.set_description(f"{self.title:8}")
 
-    def on_test_start(self, *arguments: pl.Trainer | pl.LightningModule) -> None:
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.disable()  # a test takes a moment
-        super().on_test_start(*arguments)
+        super().on_test_start(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, int | str | float]:
         metrics = super().get_metrics(trainer, pl_module)
