@@ -14,7 +14,7 @@ TEST_IMAGES = 360
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Images of 8 × 8 pixels from 0 to 1 with their digits, to train and to test on; other people wrote the latter."""
+    """Images of 8 × 8 pixels from 0 to 1 with their digits: those to train on, and the last 360 to test on."""
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images, dtype=torch.float32).unflatten(1, (1, IMAGE_SIZE, IMAGE_SIZE)) / 16
     digit = torch.tensor(labels)
