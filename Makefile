@@ -14,7 +14,7 @@ help: ## list these commands
 
 # Use it
 
-demo: $(READY) ## train two small language models, watched; prints what was found (four minutes)
+demo: $(READY) ## train a language model and a vision transformer, watched; prints what was found (two minutes)
 	$(BIN)/python examples/demo.py
 
 # Test it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -11,37 +10,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from PIL import Image
-
-from lightning_attn import History
+from watched_run import Run
 
 COLOURS = ("#1f6fb4", "#d1495b")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What is left of a training run: the loss of every step, and the monitor's snapshots."""
-
-    title: str
-    learning_rate: float
-    losses: list[float]
-    history: History
-
-    def smooth_losses(self, width: int = 20) -> list[float]:
-        """The mean of the last so many losses at each step, of fewer at the beginning."""
-        return [
-            sum(window) / len(window)
-            for window in (self.losses[max(0, step - width) : step] for step in range(1, len(self.losses) + 1))
-        ]
-
-
-def draw(runs: tuple[Run, Run], early: tuple[int, int], headline: str, titles: Mapping[str, str], path: Path) -> None:
+def draw(runs: tuple[Run, Run], headline: str, titles: Mapping[str, str], loss_unit: str, path: Path) -> None:
     """Draw the losses and every head of two runs.
 
     Args:
         runs: the healthy run and the other one.
-        early: the first and the last step of the band in which the runs are compared.
         headline: what the picture says.
         titles: what to see in each of four panels, for ``"loss"`` and for statistics of the monitor.
+        loss_unit: what the loss is measured in.
         path: the PNG file to write.
     """
     figure = Figure(figsize=(10, 6.6), dpi=120)
@@ -49,17 +30,17 @@ def draw(runs: tuple[Run, Run], early: tuple[int, int], headline: str, titles: M
     figure.subplots_adjust(left=0.075, right=0.985, bottom=0.08, top=0.85, wspace=0.2, hspace=0.22)
     figure.text(0.012, 0.945, headline, fontsize=17, fontweight="bold")
     heads = " + ".join(str(count) for count in runs[0].history[-1].heads.values())
-    explanation = f"Same model, text and seed; only the learning rate differs. Thin lines: each of the {heads} heads."
+    explanation = f"Same model, data and seed; only the learning rate differs. Thin lines: each of the {heads} heads."
     figure.text(0.012, 0.905, explanation, fontsize=12, color="0.35")
     for panel, (name, title) in zip(panels.flat, titles.items(), strict=True):
         panel.set_title(title, fontsize=12.5, loc="left")
-        panel.axvspan(*early, color="0.87", zorder=0)
+        panel.axvspan(*runs[0].early, color="0.87", zorder=0)
         panel.grid(axis="y", color="0.92")
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_xlim(0, len(runs[0].losses))
         panel.tick_params(labelsize=11)
         if name == "loss":
-            _draw_losses(panel, runs, early)
+            _draw_losses(panel, runs, loss_unit)
         else:
             _draw_heads(panel, runs, name)
     for panel in panels[-1]:
@@ -69,12 +50,13 @@ def draw(runs: tuple[Run, Run], early: tuple[int, int], headline: str, titles: M
     Image.open(pixels).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size, looks the same
 
 
-def _draw_losses(panel: Axes, runs: tuple[Run, Run], early: tuple[int, int]) -> None:
+def _draw_losses(panel: Axes, runs: tuple[Run, Run], unit: str) -> None:
     for run, colour in zip(runs, COLOURS, strict=True):
         label = f"{run.title}, learning rate {run.learning_rate:g}"
         panel.plot(run.smooth_losses(), color=colour, linewidth=2.4, label=label)
-    panel.set_ylabel("nats per character", fontsize=11.5)
+    panel.set_ylabel(unit, fontsize=11.5)
     panel.legend(frameon=False, fontsize=12, loc="upper right")
+    early = runs[0].early
     share = "–".join(f"{100 * step / len(runs[0].losses):.0f}" for step in early)
     bottom = panel.get_ylim()[0]
     panel.text(early[1] + 5, bottom, f"{share}% of the run", fontsize=11.5, color="0.35", va="bottom")

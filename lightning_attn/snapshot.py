@@ -14,6 +14,9 @@ from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.registry import known_statistics
 
+#: The statistics that have one scalar for each site.
+PER_SITE = ("entropy", "max_logit", "logit_std", "sink_strength")
+
 
 class HeadValue(NamedTuple):
     """A value and the head it belongs to."""
@@ -57,6 +60,8 @@ class Snapshot:
         [1.0, 1.0]
         >>> snapshot.summary("max_logit")
         Summary(min=0.0, mean=0.0, max=0.0)
+        >>> list(snapshot.select(statistics=["entropy"]).scalars())
+        ['attention/entropy/min', 'attention/entropy/mean', 'attention/entropy/max', 'attention/entropy/(root)']
     """
 
     step: int
@@ -152,6 +157,29 @@ class Snapshot:
     def to_dict(self) -> dict[str, dict[str, list[float | None]]]:
         """The values as ``{site: {statistic: [value of each head]}}``, ready for JSON."""
         return {site: {statistic: self[site, statistic] for statistic in self.statistics} for site in self.heads}
+
+    def scalars(self, prefix: str = "attention", per_site: bool = True) -> dict[str, float]:
+        """The values that loggers get, by their tags.
+
+        For every statistic ``<prefix>/<statistic>/min``, ``mean`` and ``max`` over all heads of all sites; for
+        ``entropy``, ``max_logit``, ``logit_std`` and ``sink_strength`` also ``<prefix>/<statistic>/<site>``, which is
+        what `over_heads` gives. Absent values have no tag, and faults have one only where they are not zero.
+
+        Args:
+            prefix: what all tags begin with.
+            per_site: whether sites have scalars of their own.
+        """
+        tagged: dict[str, float] = {}
+        known = known_statistics()
+        for statistic in self.statistics:
+            summary = self.summary(statistic)
+            if summary is None or (known[statistic].is_fault and summary.max == 0):
+                continue
+            tagged |= {f"{prefix}/{statistic}/{name}": value for name, value in summary._asdict().items()}
+            if per_site and statistic in PER_SITE:
+                values = {site: self.over_heads(site, statistic) for site in self.sites}
+                tagged |= {f"{prefix}/{statistic}/{site}": value for site, value in values.items() if value is not None}
+        return tagged
 
     def table(self) -> str:
         """The most extreme heads of every statistic, for printing."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from lightning_attn.statistics import known_statistics
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_statistics_is_the_registry() -> None:
@@ -17,3 +18,9 @@ def test_the_table_of_statistics_is_the_registry() -> None:
     header = "| name | range | uniform attention | how to read it |\n|---|---|---|---|\n"
     table = README.split(header)[1].split("\n\n")[0]
     assert table.splitlines() == expected
+
+
+def test_every_example_is_listed() -> None:
+    section = README.split("## Examples\n")[1].split("\n## ")[0]
+    examples = [path.name for path in (ROOT / "examples").iterdir() if path.is_file()]
+    assert [name for name in examples if f"`{name}`" not in section] == []

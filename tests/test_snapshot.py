@@ -182,6 +182,41 @@ def test_as_a_dictionary_it_goes_through_json() -> None:
     assert json.loads(json.dumps(as_dict, allow_nan=False)) == as_dict
 
 
+def test_scalars_by_their_tags() -> None:
+    """Summaries over the heads that have a value; sites by their mean, and for logits by their largest head."""
+    assert a_snapshot().scalars() == {
+        "attention/entropy/min": 0.0,
+        "attention/entropy/mean": 0.5,
+        "attention/entropy/max": 1.0,
+        "attention/entropy/blocks.0": 0.375,
+        "attention/entropy/blocks.1": 0.5,
+        "attention/entropy/decoder": 0.75,
+        "attention/max_logit/min": -8.0,
+        "attention/max_logit/mean": pytest.approx(8 / 6),
+        "attention/max_logit/max": 10.0,
+        "attention/max_logit/blocks.0": 3.0,
+        "attention/max_logit/blocks.1": 10.0,
+        "attention/max_logit/decoder": -8.0,
+    }
+
+
+def test_scalars_with_another_prefix_and_without_sites() -> None:
+    scalars = a_snapshot().select(statistics=["entropy"]).scalars("validation/attention", per_site=False)
+    assert scalars == {f"validation/attention/entropy/{name}": x for name, x in (("min", 0), ("mean", 0.5), ("max", 1))}
+
+
+def test_scalars_leave_out_sites_without_a_value() -> None:
+    values = torch.tensor([[0.5, NAN]], dtype=torch.float64)
+    tags = Snapshot(0, {"a": 1, "b": 1}, ("entropy",), values).scalars()
+    assert "attention/entropy/a" in tags and "attention/entropy/b" not in tags
+
+
+@pytest.mark.parametrize(("share", "tags"), [(0.0, 0), (0.25, 3)])
+def test_scalars_hold_faults_where_there_are_any(share: float, tags: int) -> None:
+    values = torch.tensor([[0.0, share]], dtype=torch.float64)
+    assert len(Snapshot(0, {"a": 2}, ("non_finite_share",), values).scalars()) == tags
+
+
 def test_table() -> None:
     expected = [
         "Attention at step 7: 3 sites, 6 heads",

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback
 
 from lightning_attn.callbacks.cadence import check_positive
 from lightning_attn.callbacks.notices import Notices
-from lightning_attn.callbacks.scalars import check_summary_names, summary_value
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.session import CaptureSession, Step
 from lightning_attn.callbacks.snapshot_log import SnapshotLog
+from lightning_attn.callbacks.summaries import check_summary_names, summary_value
 from lightning_attn.callbacks.trainer_steps import logger_step
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History

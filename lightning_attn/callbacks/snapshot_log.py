@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 from lightning_attn.callbacks.loggers import has_tensorboard, log_heat_maps, log_layout, log_scalars, log_text
 from lightning_attn.callbacks.notices import Notices
-from lightning_attn.callbacks.scalars import MAX_TAGS, scalars
 from lightning_attn.history import History
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.tensorboard import scalar_layout, transitions_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+#: TensorBoard becomes slow with thousands of tags; with more than so many, heat maps take the place of scalars per
+#: site.
+MAX_TAGS = 250
 
 
 class SnapshotLog:
@@ -63,14 +66,14 @@ class SnapshotLog:
         self._write_transitions(trainer, history, only_new=False)
 
     def _scalars(self, snapshot: Snapshot) -> dict[str, float]:
-        tagged = scalars(snapshot, self._prefix)
+        tagged = snapshot.scalars(self._prefix)
         if len(tagged) > MAX_TAGS:
             self._notices.warn(
                 f"AttentionMonitor has {len(tagged)} scalars for {len(snapshot.sites)} sites; it logs summaries over"
                 " all heads, and the sites are in the heat maps.",
                 once_for="tags",
             )
-            tagged = scalars(snapshot, self._prefix, per_site=False)
+            tagged = snapshot.scalars(self._prefix, per_site=False)
         return tagged
 
     def _write_transitions(self, trainer: pl.Trainer, history: History, only_new: bool) -> None:

@@ -18,7 +18,7 @@ from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_attn import AttentionMonitor, Snapshot
-from lightning_attn.callbacks.scalars import PER_SITE, scalars
+from lightning_attn.snapshot import PER_SITE
 from lightning_attn.tensorboard import scalar_layout
 
 
@@ -78,7 +78,7 @@ AWKWARD_SITES = (
 
 def write(folder: Path, prefix: str, *sites: str) -> None:
     with SummaryWriter(str(folder)) as writer:
-        tagged = scalars(a_snapshot(*sites), prefix)
+        tagged = a_snapshot(*sites).scalars(prefix)
         for tag, value in tagged.items():
             writer.add_scalar(tag, value, 0)
         writer.add_scalar(f"{prefix}_2/entropy/elsewhere", 0.0, 0)
