@@ -77,6 +77,7 @@ class AttentionObserver:
             self._take,
             sites=self.request.sites,
             max_sequences=self.request.max_sequences,
+            with_values=self.request.needs_values,
             strict=self.request.strict,
             faults=self._faults,
         )
