@@ -87,6 +87,7 @@ class AttentionObserver:
             self._take,
             sites=self.request.sites,
             max_sequences=self.request.max_sequences,
+            with_values=self.request.needs_values,
             compiled=self.request.compiled,
             strict=self.request.strict,
             faults=self._faults,

@@ -10,7 +10,7 @@ from lightning_attn.capture.capture import Compiled
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.registry import resolve
-from lightning_attn.statistics.statistic import Statistic
+from lightning_attn.statistics.statistic import RowStatistic, Statistic
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class Request:
     def names(self) -> tuple[str, ...]:
         """Names of the statistics."""
         return tuple(statistic.name for statistic in self.statistics)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether one of the statistics needs the values of the attention calls."""
+        return any(issubclass(statistic, RowStatistic) and statistic.needs_values for statistic in self.statistics)
 
     def __or__(self, other: Request) -> Request:
         return Request(

@@ -1,7 +1,8 @@
 """Every statistic once more: dense, in float64, one row after the other, from the formulas alone.
 
 A statistic is a function of one head of one sequence that gives a list of numbers: one for each row that counts, or one
-for the whole matrix, or none. The value of a head is their mean over all sequences (`max_logit`: the largest).
+for the whole matrix, or none. The value of a head is their mean over all sequences (`max_logit`: the largest). Those
+that pool sequences in another way are functions of a head's sequences that give its value, or NaN.
 
 Nothing of `lightning_attn` but the fields of a call is used here.
 """
@@ -12,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from scipy.special import entr, log_softmax, softmax
+from scipy.special import entr, log_softmax, logsumexp, softmax
 
 from lightning_attn import AttentionCall
 
@@ -25,6 +26,8 @@ class Head:
     visible: np.ndarray
     self_attention: bool
     sink_logit: float | None
+    #: (keys, width), if known.
+    values: np.ndarray | None = None
 
     @cached_property
     def seen_keys(self) -> np.ndarray:
@@ -63,6 +66,24 @@ class Head:
             else:
                 weights[i, self.visible[i]] = softmax(np.append(logits, self.sink_logit))[:-1]
         return weights
+
+    @cached_property
+    def uniform(self) -> np.ndarray:
+        """Uniform weights over the visible keys."""
+        uniform = np.zeros(self.visible.shape)
+        for i in self.rows:
+            uniform[i, self.visible[i]] = 1 / self.visible[i].sum()
+        return uniform
+
+    @cached_property
+    def without_first_key(self) -> "Head":
+        """The same head without the first key that is seen, and without the rows that give (nearly) all to it."""
+        visible = self.visible.copy()
+        visible[:, self.seen_keys[:1]] = False
+        gap = [logsumexp(self.logits[i, visible[i]]) - self.visible_logits(i).max() for i in self.rows]
+        present = [i for i, rest in zip(self.rows, gap, strict=True) if rest > np.log(1e-30)]
+        counts = np.isin(np.arange(len(visible)), present)
+        return Head(self.logits, visible & counts[:, None], False, None)
 
     @cached_property
     def received(self) -> np.ndarray:
@@ -134,13 +155,43 @@ def stable_rank(head: Head) -> list[float]:
     return [(singular_values**2).sum() / singular_values[0] ** 2]
 
 
-def consensus_rate(head: Head) -> list[float]:
-    """1 - |second eigenvalue|, for triangular matrices, whose eigenvalues are their diagonal."""
-    looks_ahead = any(head.visible[i, i + 1 :].any() for i in head.tokens)
-    others = [i for i in head.rows if i != head.seen_keys[0]]
-    if not head.is_square or looks_ahead or not others:
+def spectral_gap(head: Head) -> list[float]:
+    if not head.rows or min(head.weights.shape) < 2:
         return []
+    singular_values = np.linalg.svd(head.weights, compute_uv=False)
+    return [1 - singular_values[1] / singular_values[0]]
+
+
+def consensus_rate(head: Head) -> list[float]:
+    """1 - |second eigenvalue|; the eigenvalues of a triangular matrix are its diagonal, the first token's the first."""
+    others = [i for i in head.rows if i != head.seen_keys[0]]
+    if not head.is_square or not others:
+        return []
+    if any(head.visible[i, i + 1 :].any() for i in head.tokens):
+        return [1 - second_eigenvalue(head.weights)]
     return [1 - max(head.weights[i, i] for i in others)]
+
+
+def second_eigenvalue(matrix: np.ndarray) -> float:
+    return float(np.sort(np.abs(np.linalg.eigvals(matrix)))[-2])
+
+
+def marginal_gap(head: Head) -> list[float]:
+    if not head.rows:
+        return []
+    return [float(np.abs(head.weights.sum(axis=0) - head.uniform.sum(axis=0)).sum() / (2 * len(head.rows)))]
+
+
+def value_contraction(head: Head) -> list[float]:
+    if head.values is None or not head.rows or not np.isfinite(head.values[head.seen_keys]).all():
+        return []
+    values = np.where(head.visible.any(axis=0)[:, None], head.values, 0)
+    seen = values[head.seen_keys]
+    spread = np.linalg.norm(seen - seen.mean(axis=0))
+    if not np.ptp(seen, axis=0).any():
+        return []
+    outputs = (head.weights @ values)[head.rows]
+    return [float(np.linalg.norm(outputs - outputs.mean(axis=0)) / spread)]
 
 
 def self_weight(head: Head) -> list[float]:
@@ -155,6 +206,80 @@ def hidden_row_share(head: Head) -> list[float]:
     return [float(not head.visible[i].any()) for i in head.tokens]
 
 
+def ratio(numerator: float, denominator: float) -> float:
+    return float(numerator / denominator) if denominator > 0 else float("nan")
+
+
+def first_five(head: Head) -> np.ndarray:
+    return head.seen_keys[:5]
+
+
+def position_concentration(sequences: list[Head]) -> float:
+    of_first = sum(head.weights[:, first_five(head)].sum() for head in sequences)
+    return ratio(of_first, sum(head.weights.sum() for head in sequences))
+
+
+def uniform_position_concentration(sequences: list[Head]) -> float:
+    of_first = sum(head.uniform[:, first_five(head)].sum() for head in sequences)
+    return ratio(of_first, sum(head.uniform.sum() for head in sequences))
+
+
+def attention_distance(sequences: list[Head]) -> float:
+    queries, keys = sequences[0].visible.shape
+    if not sequences[0].is_square:
+        return float("nan")
+    distance = np.abs(np.arange(queries)[:, None] - np.arange(keys))
+    of_weights = sum((head.weights * distance).sum() for head in sequences)
+    return ratio(of_weights, sum((head.uniform * distance).sum() for head in sequences))
+
+
+def deviations(head: Head) -> np.ndarray:
+    """Weights minus uniform ones; nothing where that is below what single precision can tell."""
+    deviation = head.weights - head.uniform
+    is_uniform = (deviation**2).sum(axis=1) <= 1e-12 * (head.uniform**2).sum(axis=1)
+    return np.where(is_uniform[:, None], 0, deviation)
+
+
+def positional_share(sequences: list[Head]) -> float:
+    common = total = 0.0
+    for row in range(len(sequences[0].visible)):
+        patterns = [deviations(head)[row] for head in sequences if row in head.rows]
+        if len(patterns) >= 2:
+            total += sum(pattern @ pattern for pattern in patterns)
+            pairs = [p @ q for i, p in enumerate(patterns) for j, q in enumerate(patterns) if i != j]
+            common += sum(pairs) / (len(patterns) - 1)
+    return ratio(common, total)
+
+
+def toeplitz_share(sequences: list[Head]) -> float:
+    if not sequences[0].is_square:
+        return float("nan")
+    rest = [head.without_first_key for head in sequences]
+    rest = [head for head in rest if head.rows]
+    if len(rest) < 2:
+        return float("nan")
+    n = len(rest[0].visible)
+    common = 0.0
+    for k in range(-n + 1, n):
+        means = []  # along the diagonal, by the root of how many there are
+        for head in rest:
+            count = np.diagonal(head.visible[:], k)[[i - min(0, k) in head.rows for i in range(n - abs(k))]].sum()
+            means.append(np.diagonal(deviations(head), k).sum() / np.sqrt(max(count, 1)))
+        common += sum(a * b for i, a in enumerate(means) for j, b in enumerate(means) if i != j) / (len(rest) - 1)
+    return ratio(common, sum((deviations(head) ** 2).sum() for head in rest))
+
+
+OF_SEQUENCES: dict[str, Callable[[list[Head]], float]] = {
+    statistic.__name__: statistic
+    for statistic in (
+        position_concentration,
+        uniform_position_concentration,
+        attention_distance,
+        positional_share,
+        toeplitz_share,
+    )
+}
+
 STATISTICS: dict[str, Callable[[Head], list[float]]] = {
     statistic.__name__: statistic
     for statistic in (
@@ -167,7 +292,10 @@ STATISTICS: dict[str, Callable[[Head], list[float]]] = {
         sink_strength,
         sink_rate,
         stable_rank,
+        spectral_gap,
         consensus_rate,
+        marginal_gap,
+        value_contraction,
         self_weight,
         non_finite_share,
         hidden_row_share,
@@ -194,15 +322,28 @@ def heads(call: AttentionCall) -> list[list[Head]]:
         bias = _array(call.visibility.bias)
         visible &= ~(bias <= -1e4)
         logits = logits + bias
+    value = None if call.value is None else _array(call.value)
+    of_head = None if value is None else value.repeat(count // value.shape[1], axis=1)
     sinks = [None] * count if call.sink_logits is None else _array(call.sink_logits).tolist()
     return [
-        [Head(logits[b, h], visible[b, h], call.self_attention, sinks[h]) for b in range(sequences)]
+        [
+            Head(
+                logits[b, h],
+                visible[b, h],
+                call.self_attention,
+                sinks[h],
+                None if of_head is None else of_head[b, h],
+            )
+            for b in range(sequences)
+        ]
         for h in range(count)
     ]
 
 
 def head_values(statistic: str, heads: list[list[Head]]) -> list[float]:
     """The value of every head, NaN where it is absent."""
+    if statistic in OF_SEQUENCES:
+        return [OF_SEQUENCES[statistic](sequences) if sequences else float("nan") for sequences in heads]
     pooled = np.max if statistic == "max_logit" else np.mean
     values = [[value for head in sequences for value in STATISTICS[statistic](head)] for sequences in heads]
     return [float(pooled(value)) if value else float("nan") for value in values]

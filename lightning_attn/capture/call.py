@@ -191,19 +191,34 @@ class AttentionCall:
         return self.self_attention and self.queries == self.keys
 
     def select(self, sequences: slice = slice(None), key_heads: slice = slice(None)) -> AttentionCall:
-        """The call of some sequences and key heads with their query heads, without values; views, no copies."""
+        """The call of some sequences and key heads with their query heads; views, no copies."""
         first, last, _ = key_heads.indices(self.key.shape[1])
-        heads = slice(first * self.group, last * self.group)
+        return self._select(sequences, slice(first * self.group, last * self.group), key_heads)
+
+    def select_query_head(self, head: int) -> AttentionCall:
+        """The call of a single query head; views, no copies."""
+        key_head = head // self.group
+        return self._select(slice(None), slice(head, head + 1), slice(key_head, key_head + 1))
+
+    def _select(self, sequences: slice, heads: slice, key_heads: slice) -> AttentionCall:
         return replace(
             self,
             query=self.query[sequences, heads],
             key=self.key[sequences, key_heads],
-            value=None,
+            value=None if self.value is None else self._value_heads(self.value, heads)[sequences],
             visibility=self.visibility.select(sequences, heads),
             sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
             logit_matrix=None if self.logit_matrix is None else self.logit_matrix[sequences, heads],
             score_rule=None if self.score_rule is None else self.score_rule.select(sequences, heads),
         )
+
+    def _value_heads(self, value: Tensor, heads: slice) -> Tensor:
+        """The values that some query heads read, of which each is read by as many of them."""
+        group = self.heads // value.shape[1]
+        first, last = heads.start // group, -(-heads.stop // group)
+        if last - first == 1 or (heads.start % group == 0 and heads.stop % group == 0):
+            return value[:, first:last]
+        return value.repeat_interleave(group, dim=1)[:, heads]  # values that are shared in another way than keys
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionCall:
         """The call with every tensor replaced by what a function makes of it."""

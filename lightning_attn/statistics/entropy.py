@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_attn.statistics.received import ReceivedWeight
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
@@ -56,17 +57,13 @@ class EntropyWithoutSink(RowStatistic):
 
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)
-        self._received_BHM: Tensor | None = None
+        self._received = row_pass.shared(ReceivedWeight)
 
     def add(self, rows: RowBlock) -> None:
         """Add up what each key receives."""
-        received_BHM = rows.column_weight_BHM
-        if self._received_BHM is None:
-            self._received_BHM = received_BHM.new_zeros(*received_BHM.shape[:2], self.row_pass.call.keys)
-        self._received_BHM[..., : received_BHM.shape[-1]] += received_BHM
+        self._received.add(rows)
 
     def result(self) -> Ratio:
         """The two sums, over rows in which two keys remain."""
-        assert self._received_BHM is not None
-        sink_BH1 = self._received_BHM.argmax(-1, keepdim=True)
+        sink_BH1 = self._received.sum_BHM.argmax(-1, keepdim=True)
         return sum_of_rows(Entropy(self.row_pass), self.row_pass.blocks(without_key_BH1=sink_BH1))

@@ -120,7 +120,8 @@ def measure(
         return sums
     of_rows = [statistic for statistic in statistics if issubclass(statistic, RowStatistic)]
     one_walk = [statistic for statistic in of_rows if not statistic.is_spectral]
-    _add_passes(sums, one_walk, passes(call, block_bytes))
+    together = any(statistic.compares_sequences for statistic in one_walk)
+    _add_passes(sums, one_walk, passes(call, block_bytes, all_sequences=together))
     spectral = [statistic for statistic in of_rows if statistic.is_spectral]
     sampled = call.select(slice(spectral_sequences))
     _add_passes(sums, spectral, passes(sampled, block_bytes, whole_matrices=True))

@@ -16,6 +16,9 @@ _HIDDEN = -1e30
 #: Smaller gaps are taken for this one. Its exponential is the smallest normal number: less than that is nothing beside
 #: the row's largest weight, and computing it takes a CPU fifty times as long.
 _SMALLEST_GAP = -87.0
+#: What a row may give to other keys than one, at least, beside the 1 of its largest exponential: sums of exponentials
+#: that were cut off tell nothing.
+_SMALLEST_REST = 1e-30
 
 
 class Workspace:
@@ -96,10 +99,17 @@ class RowBlock:
 
     def _overwrite_removed(self, tensor_BHRM: Tensor, value: float) -> Tensor:
         if self._without_key_BH1 is not None:
-            index_BHR1, within_BHR1 = self._index_of(self._without_key_BH1)
+            self._overwrite(tensor_BHRM, self._without_key_BH1, value)
+        return tensor_BHRM
+
+    def _overwrite(self, tensor_BHRM: Tensor, key: int | Tensor, value: float) -> None:
+        """Give one key of each row, if the block has it, another value."""
+        if isinstance(key, Tensor):
+            index_BHR1, within_BHR1 = self._index_of(key)
             kept_BHR1 = torch.where(within_BHR1, value, tensor_BHRM.gather(-1, index_BHR1))
             tensor_BHRM.scatter_(-1, index_BHR1, kept_BHR1)
-        return tensor_BHRM
+        elif key < self._shape[3]:
+            tensor_BHRM[..., key] = value
 
     def _index_of(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """A key for each row, given as (B, H, R or 1), as an index for `gather`, and where the block has it."""
@@ -284,14 +294,91 @@ class RowBlock:
         return (ahead_BHR & self.queries_BHR).any(-1)
 
     @cached_property
+    def share_BHR(self) -> Tensor:
+        """What the exponentials of a row are multiplied by to be its weights; zero in absent rows."""
+        return torch.where(self.present_BHR, 1 / self.total_BHR, 0.0)
+
+    @cached_property
+    def uniform_share_BHR(self) -> Tensor:
+        """The weight that uniform attention gives to each visible key, ``1 / m_i``; zero in absent rows."""
+        return torch.where(self.present_BHR, 1 / self.visible_count_BHR, 0.0)
+
+    @cached_property
+    def mass_BHR(self) -> Tensor:
+        """Sum of the weights of each row: 1, less where there is a learned sink, and zero in absent rows."""
+        if self._sink_logits_H1 is None:
+            return self.present_BHR.float()
+        return torch.where(self.present_BHR, self.exponential_sum_BHR / self.total_BHR, 0.0)
+
+    @cached_property
+    def clean_exponentials_BHRM(self) -> Tensor:
+        """The exponentials with numbers in absent rows too, because zero times NaN is NaN."""
+        # To look whether there is any costs nothing on a CPU, and a wait elsewhere.
+        if self.exponentials_BHRM.device.type == "cpu" and bool(self.finite_BHR.all()):
+            return self.exponentials_BHRM
+        return self.exponentials_BHRM.nan_to_num_()
+
+    @cached_property
     def column_weight_BHM(self) -> Tensor:
         """The weight that each key receives from the present rows of the block."""
-        share_BHR = torch.where(self.present_BHR, 1 / self.total_BHR, 0.0)
-        exponentials_BHRM = self.exponentials_BHRM
-        # Zero times NaN is NaN. To look whether there is any costs nothing on a CPU, and a wait elsewhere.
-        if exponentials_BHRM.device.type != "cpu" or not bool(self.finite_BHR.all()):
-            exponentials_BHRM = self._scratch(torch.nan_to_num, exponentials_BHRM)
-        return torch.matmul(share_BHR[:, :, None, :], exponentials_BHRM)[:, :, 0, :]
+        return torch.matmul(self.share_BHR[:, :, None, :], self.clean_exponentials_BHRM)[:, :, 0, :]
+
+    @cached_property
+    def uniform_column_weight_BHM(self) -> Tensor:
+        """The same of uniform attention under the same visibility."""
+        return torch.einsum("bhr,bhrm->bhm", self.uniform_share_BHR, self.visible_BHRM)
+
+    @cached_property
+    def visible_BHRM(self) -> Tensor:
+        """1 where a query may see a key and 0 elsewhere, whatever key is removed; broadcasts."""
+        keys = self._shape[3]
+        if self._visible is None or self._kept is None:
+            visible_BHRM = self._logits_BHRM.new_ones(1, 1, 1, keys)
+        else:
+            first, _ = self._visible
+            kept = self._kept.expand(*self._kept.shape[:-1], keys - first)
+            visible_BHRM = torch.cat([kept.new_ones(*kept.shape[:-1], first), kept], dim=-1) if first else kept
+        return visible_BHRM
+
+    @property
+    def deviation_BHRM(self) -> Tensor:
+        """Weights minus those of uniform attention, zero in absent rows; lost when the block is asked for more.
+
+        Both are the same division where a row is uniform, so that nothing but zero is left.
+        """
+        deviation_BHRM = self._scratch(torch.mul, self.clean_exponentials_BHRM, self.share_BHR[..., None])
+        return self._clear(deviation_BHRM.sub_(self.uniform_share_BHR[..., None]))
+
+    def deviation_without_first_key(self) -> tuple[Tensor, Tensor]:
+        """The same without the first key that is seen at all, of rows that are renormalised.
+
+        Returns:
+            The deviation (B, H, R, M), lost when the block is asked for more, and the uniform weight of the keys that
+            are left, (B, H, R): zero in rows without such a key, and where it is given less than single precision
+            holds beside the first one.
+        """
+        rest_BHRM = self._workspace.buffer(2, self._shape).copy_(self.clean_exponentials_BHRM)
+        self._overwrite(rest_BHRM, self.first_key, 0.0)
+        total_BHR = rest_BHRM.sum(-1)
+        count_BHR = self.visible_count_BHR - self.sees_first_key_BHR.float()
+        is_left_BHR = self.present_BHR & (count_BHR >= 1) & (total_BHR > _SMALLEST_REST)
+        share_BHR, uniform_BHR = torch.where(is_left_BHR, 1 / torch.stack([total_BHR, count_BHR]), 0.0)
+        rest_BHRM.mul_(share_BHR[..., None]).sub_(uniform_BHR[..., None])
+        self._overwrite(self._clear(rest_BHRM), self.first_key, 0.0)
+        return rest_BHRM, uniform_BHR
+
+    def applied_to(self, value_BKME: Tensor) -> Tensor:
+        """What the rows make of finite values, (B, H, R, E); zero in absent rows.
+
+        Args:
+            value_BKME: a value for each key, of all heads or of groups of them.
+        """
+        batch, heads, _, keys = self._shape
+        weighted = torch.bmm(
+            self.clean_exponentials_BHRM.view(batch * value_BKME.shape[1], -1, keys),
+            value_BKME.flatten(0, 1)[:, :keys],
+        )
+        return weighted.view(batch, heads, -1, value_BKME.shape[-1]) * self.share_BHR[..., None]
 
     @cached_property
     def square_sum_BHR(self) -> Tensor:
@@ -302,8 +389,7 @@ class RowBlock:
     @property
     def weights_BHRM(self) -> Tensor:
         """The attention weights themselves, zero in absent rows; lost when the block is asked for more."""
-        weights_BHRM = self._scratch(torch.mul, self.exponentials_BHRM, (1 / self.total_BHR)[..., None])
-        return weights_BHRM.masked_fill_(~self.present_BHR[..., None], 0.0)
+        return self._scratch(torch.mul, self.clean_exponentials_BHRM, self.share_BHR[..., None])
 
     def _scratch(self, function: object, *arguments: Tensor) -> Tensor:
         """Compute something of the block's size in the third buffer, where it lasts until the next such call."""

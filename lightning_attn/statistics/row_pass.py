@@ -6,9 +6,10 @@ key head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ BLOCK_BYTES = {"cpu": 4 * 2**20}
 BLOCK_BYTES_ELSEWHERE = 32 * 2**20
 #: Blocks of few rows suit causality, which shortens each block to what its last row sees; matrix products want some.
 _MIN_ROWS = 32
+#: Weights that are asked for again and again are written down where they take no more than this: one head of 2896
+#: tokens. They are walked over in blocks of so many rows, which stay in a CPU's cache from one product to the next.
+WRITTEN_BYTES = 32 * 2**20
+_WRITTEN_ROWS = 128
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,24 @@ class RowPass:
         call: the sequences and heads.
         first_head: which head of the whole call the first one is.
         block_elements: how many entries of the attention matrices a block may hold.
+        writes_down: whether the first walk keeps the weights for later ones.
     """
 
     call: AttentionCall
     first_head: int
     block_elements: int
+    writes_down: bool = False
+    _written: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+    _results: dict[Callable[[RowPass], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def shared(self, compute: Callable[[RowPass], _Result]) -> _Result:
+        """What several statistics need of this pass, computed by the first that asks.
+
+        The result must not hold the pass, which would keep the memory of both for longer than they are needed.
+        """
+        if compute not in self._results:
+            self._results[compute] = compute(self)
+        return cast("_Result", self._results[compute])
 
     @cached_property
     def _query_PGND(self) -> Tensor:
@@ -50,9 +70,9 @@ class RowPass:
 
     @cached_property
     def _rows_per_block(self) -> int:
-        return max(
-            1, min(self.call.queries, self.block_elements // (self.call.sequences * self.call.heads * self.call.keys))
-        )
+        call = self.call
+        rows = min(call.queries, self.block_elements // (call.sequences * call.heads * call.keys))
+        return max(1, min(rows, _WRITTEN_ROWS) if self.writes_down else rows)
 
     @property
     def is_one_block(self) -> bool:
@@ -87,7 +107,7 @@ class RowPass:
         return seen_BHM
 
     @cached_property
-    def _first_key(self) -> int | Tensor:
+    def first_key(self) -> int | Tensor:
         """The first key that any query may see: after left padding, the first token."""
         if self.call.visibility.is_causal_at_most:
             return 0
@@ -112,11 +132,31 @@ class RowPass:
         Args:
             without_key_BH1: a key of each sequence and head that is hidden from every query.
         """
+        writing = self.writes_down and without_key_BH1 is None and not self._written
+        written: list[Tensor] = []
         for start in range(0, self.call.queries, self._rows_per_block):
             stop = min(start + self._rows_per_block, self.call.queries)
             # A block in which no key is visible keeps one, hidden.
             keys = max(1, self.call.visibility.visible_keys(stop, self.call.keys))
-            yield self._block(start, stop, keys, without_key_BH1)
+            rows = self._block(start, stop, keys, without_key_BH1)
+            yield rows
+            if writing:
+                written.append(rows.weights_BHRM.clone())
+        self._written.extend(written)
+
+    def weights(self) -> Iterator[Tensor]:
+        """The attention weights in blocks of rows, (B, H, R, M): zero in absent rows.
+
+        They are computed anew by each walk where they are too large to be written down, and a block is then spoilt by
+        the next one. A block has the leading keys that any of its rows can see.
+        """
+        if not self.writes_down:
+            yield from (rows.weights_BHRM for rows in self.blocks())
+            return
+        if not self._written:
+            for _ in self.blocks():
+                pass
+        yield from self._written
 
     def _block(self, start: int, stop: int, keys: int, without_key_BH1: Tensor | None) -> RowBlock:
         call = self.call
@@ -143,21 +183,28 @@ class RowPass:
             start,
             padding_BHR=None if self._padding_BHN is None else self._padding_BHN[..., start:stop],
             sink_logits_H1=None if call.sink_logits is None else call.sink_logits.float()[:, None],
-            first_key=self._first_key,
+            first_key=self.first_key,
             without_key_BH1=without_key_BH1,
             workspace=self._workspace,
         )
 
 
-def passes(call: AttentionCall, block_bytes: int | None = None, *, whole_matrices: bool = False) -> Iterator[RowPass]:
+def passes(
+    call: AttentionCall,
+    block_bytes: int | None = None,
+    *,
+    whole_matrices: bool = False,
+    all_sequences: bool = False,
+) -> Iterator[RowPass]:
     """Divide a call into passes over as many sequences and heads as fit a block of useful size.
 
     Args:
         call: the call.
         block_bytes: the memory that a block of logits may take; the default depends on the device. A single row of one
-            group of heads is always allowed.
-        whole_matrices: have few heads with all their rows in a block rather than many heads with some of them, where
-            that fits.
+            group of heads is always allowed, and of all sequences where they must not be divided.
+        whole_matrices: have few heads with all their rows rather than many heads with some of them, and write their
+            weights down in the first walk, where they take no more than `WRITTEN_BYTES`.
+        all_sequences: have few heads of all sequences rather than many heads of some of them.
 
     Yields:
         Passes that together cover every sequence and head once, ordered by sequence and then by head.
@@ -165,13 +212,31 @@ def passes(call: AttentionCall, block_bytes: int | None = None, *, whole_matrice
     if block_bytes is None:
         block_bytes = BLOCK_BYTES.get(call.query.device.type, BLOCK_BYTES_ELSEWHERE)
     elements = block_bytes // 4
+    if whole_matrices and call.queries * call.keys <= WRITTEN_BYTES // 4:
+        yield from _written_passes(call, elements)
+        return
     key_heads = call.key.shape[1]
     rows = min(call.queries, _MIN_ROWS)
-    if whole_matrices and call.group * call.queries * call.keys <= elements:
-        rows = call.queries
-    sequences = max(1, elements // max(1, call.heads * rows * call.keys))
-    heads = max(1, min(key_heads, elements // max(1, call.group * rows * call.keys)))
+    sequences = call.sequences if all_sequences else max(1, elements // max(1, call.heads * rows * call.keys))
+    of_key_head = call.group * rows * call.keys * (call.sequences if all_sequences else 1)
+    heads = max(1, min(key_heads, elements // max(1, of_key_head)))
     for sequence in range(0, call.sequences, sequences):
         for head in range(0, key_heads, heads):
             part = call.select(slice(sequence, sequence + sequences), slice(head, head + heads))
             yield RowPass(part, head * call.group, elements)
+
+
+def _written_passes(call: AttentionCall, elements: int) -> Iterator[RowPass]:
+    """Passes over heads whose weights fit what may be written down: as many as fit a block, or one."""
+    matrix = call.queries * call.keys
+    sequences = max(1, elements // (call.heads * matrix))
+    heads = max(1, elements // (call.group * matrix))
+    for sequence in range(0, call.sequences, sequences):
+        for head in range(0, call.key.shape[1], heads):
+            part = call.select(slice(sequence, sequence + sequences), slice(head, head + heads))
+            first = head * call.group
+            if part.sequences * part.heads * matrix <= WRITTEN_BYTES // 4:
+                yield RowPass(part, first, elements, writes_down=True)
+            else:  # a group of heads that is too large together
+                for number in range(part.heads):
+                    yield RowPass(part.select_query_head(number), first + number, elements, writes_down=True)

@@ -1,11 +1,10 @@
-"""The largest singular value of an attention matrix that need not be written down.
+"""The leading singular values of an attention matrix that need not be written down.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`, and V: vectors of a block, S: vectors of a subspace.
+Shape suffixes as in `lightning_attn.statistics.row_block`, and V: vectors of a block, S: vectors of a subspace. Vectors
+are rows here: products of few rows with a large matrix are what a CPU does best.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,83 +15,93 @@ from lightning_attn.statistics.statistic import wide
 #: A^T A or A A^T is decomposed if it has at most so many rows: that costs less than an iteration.
 _DECOMPOSED_SIZE = 128
 #: The subspace is spanned by powers of A^T A applied to so many vectors: at most so many powers, and fewer where one
-#: more raises the result by less than the tolerance.
+#: more changes neither the largest value nor the second beside it by more than the tolerance.
 _VECTORS = 8
-_POWERS = 20
-_TOLERANCE = 1e-5
+_POWERS = 30
+_TOLERANCE = 2e-5
+#: A direction that a power adds is rounding if it is shorter than this part of the longest that it could be.
+_ROUNDING = 1e-6
 
 
-def largest_singular_value_squared(row_pass: RowPass) -> Tensor:
-    r"""The square of :math:`\|A\|_2` of each sequence and head; absent rows count as zero.
+def leading_singular_values(row_pass: RowPass) -> Tensor:
+    r"""The largest singular value :math:`\sigma_1` and the second, :math:`\sigma_2`, of each sequence and head.
 
-    Large matrices have the largest Ritz value of :math:`A^\top A` in the Krylov space of a block of vectors,
-    :math:`\mathrm{span}(X, A^\top A X, (A^\top A)^2 X, \dots)`, which is never above the true value. Each power is one
-    walk over the rows.
+    Matrices with at most 128 rows or columns are decomposed. Larger ones have the largest Ritz values of
+    :math:`A^\top A` in the Krylov space of a block of vectors, :math:`\mathrm{span}(X, A^\top A X, (A^\top A)^2 X,
+    \dots)`, which are never above the true ones. Absent rows count as zero. Statistics get it from `RowPass.shared`,
+    so that they share one iteration.
 
     Returns:
-        (B, H) in float32.
+        (B, H, 2), the largest first; the second is zero where the matrix has a single row or column.
     """
-    weights = _Weights(row_pass)
-    if row_pass.call.keys <= _DECOMPOSED_SIZE:
-        return _largest_eigenvalue(weights.gram())
-    if row_pass.call.queries <= _DECOMPOSED_SIZE and row_pass.is_one_block:
-        (weights_BHRM,) = weights
-        return _largest_eigenvalue(weights_BHRM @ weights_BHRM.transpose(-1, -2))
-    return _krylov(weights)
+    call = row_pass.call
+    if call.keys <= _DECOMPOSED_SIZE:
+        return _leading(_gram(row_pass)).sqrt()
+    if call.queries <= _DECOMPOSED_SIZE:
+        blocks = list(row_pass.weights()) if row_pass.writes_down or row_pass.is_one_block else []
+        if len(blocks) == 1:
+            weights_BHNM = blocks[0].to(wide(blocks[0].device))
+            return _leading(weights_BHNM @ weights_BHNM.mT).sqrt()
+    return _krylov(row_pass).sqrt()
 
 
-class _Weights:
-    """The attention matrix in blocks of rows, walked over again and again; written down where it is one block."""
-
-    def __init__(self, row_pass: RowPass) -> None:
-        self.call = row_pass.call
-        self._row_pass = row_pass
-        self._single: Tensor | None = None
-
-    def __iter__(self) -> Iterator[Tensor]:
-        if not self._row_pass.is_one_block:
-            yield from (rows.weights_BHRM for rows in self._row_pass.blocks())
-            return
-        if self._single is None:
-            (self._single,) = (rows.weights_BHRM for rows in self._row_pass.blocks())
-        yield self._single
-
-    def gram(self) -> Tensor:
-        """``A^T A``."""
-        gram_BHMM = self._zeros(self.call.keys)
-        for weights_BHRM in self:
-            keys = weights_BHRM.shape[-1]
-            gram_BHMM[..., :keys, :keys] += weights_BHRM.transpose(-1, -2) @ weights_BHRM
-        return gram_BHMM
-
-    def gram_times(self, vectors_BHMV: Tensor) -> Tensor:
-        """``A^T A X``."""
-        product_BHMV = self._zeros(vectors_BHMV.shape[-1])
-        for weights_BHRM in self:
-            keys = weights_BHRM.shape[-1]
-            product_BHMV[..., :keys, :] += weights_BHRM.transpose(-1, -2) @ (weights_BHRM @ vectors_BHMV[..., :keys, :])
-        return product_BHMV
-
-    def _zeros(self, columns: int) -> Tensor:
-        call = self.call
-        return torch.zeros(call.sequences, call.heads, call.keys, columns, device=call.query.device)
+def _gram(row_pass: RowPass) -> Tensor:
+    """``A^T A`` in double precision: single precision would leave nothing of a small second singular value."""
+    call = row_pass.call
+    gram_BHMM = torch.zeros(
+        call.sequences, call.heads, call.keys, call.keys, dtype=wide(call.query.device), device=call.query.device
+    )
+    for weights_BHRM in row_pass.weights():
+        keys = weights_BHRM.shape[-1]
+        weights_BHRM = weights_BHRM.to(gram_BHMM.dtype)
+        gram_BHMM[..., :keys, :keys] += weights_BHRM.mT @ weights_BHRM
+    return gram_BHMM
 
 
-def _krylov(weights: _Weights) -> Tensor:
-    call = weights.call
-    block_BHMV = _starting_vectors(call.keys, call.query.device).expand(call.sequences, call.heads, -1, -1)
-    basis_BHMS = images_BHMS = block_BHMV[..., :0]
-    largest_BH = torch.zeros(call.sequences, call.heads, device=call.query.device)
+def _times_gram(row_pass: RowPass, vectors_BHVM: Tensor) -> Tensor:
+    """``X A^T A``."""
+    product_BHVM = torch.zeros_like(vectors_BHVM)
+    for weights_BHRM in row_pass.weights():
+        keys = weights_BHRM.shape[-1]
+        product_BHVM[..., :keys] += (vectors_BHVM[..., :keys] @ weights_BHRM.mT) @ weights_BHRM
+    return product_BHVM
+
+
+def _krylov(row_pass: RowPass) -> Tensor:
+    """The two largest eigenvalues of ``A^T A`` by a block Lanczos iteration with full reorthogonalisation."""
+    call = row_pass.call
+    batch, device = (call.sequences, call.heads), call.query.device
+    start_VM = _starting_vectors(call.keys, device)
+    basis_BHSM = _orthonormal(start_VM.expand(*batch, -1, -1), start_VM.new_zeros(*batch, 0, call.keys), longest=0.0)
+    block_BHVM = basis_BHSM
+    ritz_BHSS = torch.zeros(*batch, 0, 0, dtype=wide(device), device=device)
+    values_BH2 = torch.zeros(*batch, 2, dtype=wide(device), device=device)
     for _ in range(_POWERS):
-        block_BHMV = _orthonormal(block_BHMV, basis_BHMS)
-        image_BHMV = weights.gram_times(block_BHMV)
-        basis_BHMS = torch.cat([basis_BHMS, block_BHMV], dim=-1)
-        images_BHMS = torch.cat([images_BHMS, image_BHMV], dim=-1)
-        before_BH, largest_BH = largest_BH, _largest_eigenvalue(basis_BHMS.transpose(-1, -2) @ images_BHMS)
-        if bool((largest_BH - before_BH <= _TOLERANCE * largest_BH).all()):
+        image_BHVM = _times_gram(row_pass, block_BHVM)
+        ritz_BHSS = _bordered(ritz_BHSS, (basis_BHSM @ image_BHVM.mT).to(ritz_BHSS.dtype))
+        before_BH2, values_BH2 = values_BH2, _leading(ritz_BHSS)
+        if _is_settled(before_BH2, values_BH2):
             break
-        block_BHMV = image_BHMV
-    return largest_BH
+        block_BHVM = _orthonormal(image_BHVM, basis_BHSM, longest=values_BH2[..., 0])
+        basis_BHSM = torch.cat([basis_BHSM, block_BHVM], dim=-2)
+    return values_BH2
+
+
+def _is_settled(before_BH2: Tensor, values_BH2: Tensor) -> bool:
+    """Whether the largest singular value and the second beside it have stopped growing, in every head."""
+    largest_BH1 = values_BH2[..., :1].sqrt().clamp(min=1e-30)
+    return bool(((values_BH2.sqrt() - before_BH2.sqrt()) <= _TOLERANCE * largest_BH1).all())
+
+
+def _bordered(ritz_BHSS: Tensor, columns_BHSV: Tensor) -> Tensor:
+    """A symmetric matrix with more columns at its end, and the same rows."""
+    known, added = ritz_BHSS.shape[-1], columns_BHSV.shape[-1]
+    bordered_BHSS = torch.nn.functional.pad(ritz_BHSS, (0, added, 0, added))
+    bordered_BHSS[..., known:] = columns_BHSV
+    bordered_BHSS[..., known:, :] = columns_BHSV.mT
+    corner_BHVV = columns_BHSV[..., known:, :]
+    bordered_BHSS[..., known:, known:] = (corner_BHVV + corner_BHVV.mT) / 2
+    return bordered_BHSS
 
 
 def _starting_vectors(keys: int, device: torch.device) -> Tensor:
@@ -101,42 +110,57 @@ def _starting_vectors(keys: int, device: torch.device) -> Tensor:
     The first is constant: weights are not negative, so their leading singular vector is not orthogonal to it.
     """
     generator = torch.Generator().manual_seed(0)
-    vectors_MV = torch.randn(keys, _VECTORS, generator=generator)
-    vectors_MV[:, 0] = 1.0
-    return vectors_MV.to(device)
+    vectors_VM = torch.randn(_VECTORS, keys, generator=generator)
+    vectors_VM[0] = 1.0
+    return vectors_VM.to(device)
 
 
-def _orthonormal(block_BHMV: Tensor, basis_BHMS: Tensor) -> Tensor:
-    """An orthonormal basis of what a block adds to a subspace.
+def _orthonormal(block_BHVM: Tensor, basis_BHSM: Tensor, longest: Tensor | float) -> Tensor:
+    """An orthonormal basis of what a block adds to a subspace, with zeros in the place of what it does not add.
 
-    Where it adds nothing, the decomposition of both together still gives directions outside the subspace; projecting
-    the subspace out of the block alone would leave nothing but rounding. The second round removes the rounding of the
-    first.
+    A direction that is nothing but rounding would be as good as any other, but for the time that it costs. The second
+    round removes the rounding of the first.
     """
-    known = basis_BHMS.shape[-1]
-    block_BHMV = torch.linalg.qr(torch.cat([basis_BHMS, block_BHMV], dim=-1)).Q[..., known:]
-    block_BHMV = block_BHMV - basis_BHMS @ (basis_BHMS.transpose(-1, -2) @ block_BHMV)
-    orthonormal_BHMV: Tensor = torch.linalg.qr(block_BHMV).Q
-    return orthonormal_BHMV
+    for shortest in (_ROUNDING * longest, 0.5):
+        block_BHVM = block_BHVM - (block_BHVM @ basis_BHSM.mT) @ basis_BHSM
+        block_BHVM = _principal_directions(block_BHVM, shortest)
+    return block_BHVM
 
 
-def _largest_eigenvalue(positive_BHSS: Tensor) -> Tensor:
-    """The largest eigenvalue of positive semidefinite matrices."""
+def _principal_directions(block_BHVM: Tensor, shortest: Tensor | float) -> Tensor:
+    """The principal directions of some vectors, of length one; zeros for those along which they are short."""
+    wide_BHVM = block_BHVM.to(wide(block_BHVM.device))
     try:
-        eigenvalues_BHS: Tensor = torch.linalg.eigvalsh(positive_BHSS.to(wide(positive_BHSS.device)))
-        return eigenvalues_BHS[..., -1].to(positive_BHSS.dtype)
+        squares_BHV, directions_BHVV = torch.linalg.eigh(wide_BHVM @ wide_BHVM.mT)
+    except RuntimeError:  # LAPACK does not converge: the subspace stays as it is
+        return torch.zeros_like(block_BHVM)
+    is_kept_BHV = squares_BHV > torch.as_tensor(shortest, device=block_BHVM.device)[..., None] ** 2
+    scale_BHV = torch.where(is_kept_BHV, squares_BHV.clamp(min=1e-60).rsqrt(), 0.0)
+    principal_BHVM: Tensor = (directions_BHVV * scale_BHV[..., None, :]).mT @ wide_BHVM
+    return principal_BHVM.to(block_BHVM.dtype)
+
+
+def _leading(positive_BHSS: Tensor) -> Tensor:
+    """The two largest eigenvalues of positive semidefinite matrices, (B, H, 2); zero where there is none."""
+    try:
+        values_BHS = torch.linalg.eigvalsh(positive_BHSS).flip(-1)[..., :2]
     except RuntimeError:  # LAPACK does not converge for some collapsed heads, whose rows are nearly all alike
-        return _largest_eigenvalue_by_squaring(positive_BHSS)
+        values_BHS = _leading_by_squaring(positive_BHSS)
+    return torch.nn.functional.pad(values_BHS, (0, 2 - values_BHS.shape[-1])).clamp(min=0)
 
 
-def _largest_eigenvalue_by_squaring(positive_BHSS: Tensor) -> Tensor:
+def _leading_by_squaring(positive_BHSS: Tensor) -> Tensor:
     """The same by powers of the matrix, of which only the leading direction remains: slower, but it never fails."""
-    power_BHSS = positive_BHSS
-    for _ in range(16):
-        power_BHSS = power_BHSS / power_BHSS.amax((-2, -1), keepdim=True).clamp(min=1e-30)
-        power_BHSS = power_BHSS @ power_BHSS
-    strongest_BH11 = power_BHSS.norm(dim=-2, keepdim=True).argmax(-1, keepdim=True)
-    leading_BHS1 = power_BHSS.gather(-1, strongest_BH11.expand(*power_BHSS.shape[:-1], 1))
-    image_BHS1 = positive_BHSS @ leading_BHS1
-    squared_BH = leading_BHS1.square().sum((-2, -1)).clamp(min=1e-30)
-    return (leading_BHS1 * image_BHS1).sum((-2, -1)) / squared_BH
+    values = []
+    for _ in range(min(2, positive_BHSS.shape[-1])):
+        power_BHSS = positive_BHSS
+        for _ in range(16):
+            power_BHSS = power_BHSS / power_BHSS.amax((-2, -1), keepdim=True).clamp(min=1e-30)
+            power_BHSS = power_BHSS @ power_BHSS
+        strongest_BH11 = power_BHSS.norm(dim=-2, keepdim=True).argmax(-1, keepdim=True)
+        leading_BHS1 = power_BHSS.gather(-1, strongest_BH11.expand(*power_BHSS.shape[:-1], 1))
+        leading_BHS1 = leading_BHS1 / leading_BHS1.norm(dim=-2, keepdim=True).clamp(min=1e-30)
+        value_BH11 = leading_BHS1.mT @ positive_BHSS @ leading_BHS1
+        positive_BHSS = positive_BHSS - value_BH11 * leading_BHS1 @ leading_BHS1.mT
+        values.append(value_BH11[..., 0, 0])
+    return torch.stack(values, dim=-1)

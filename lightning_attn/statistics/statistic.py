@@ -74,6 +74,10 @@ class RowStatistic(Statistic, ABC):
 
     #: Spectral statistics cost many passes, and are taken of fewer sequences.
     is_spectral: ClassVar[bool] = False
+    #: Statistics that compare sequences are shown all of a call's sequences at once.
+    compares_sequences: ClassVar[bool] = False
+    #: Whether the values are needed, which are captured only then.
+    needs_values: ClassVar[bool] = False
 
     def __init__(self, row_pass: RowPass) -> None:
         self.row_pass = row_pass

@@ -161,7 +161,7 @@ def test_consensus_rate() -> None:
     assert statistic("consensus_rate", identity()) == 0
     assert statistic("consensus_rate", all_on_the_first_key()) == 1
     assert statistic("consensus_rate", four_by_four()) == pytest.approx(0.6, rel=1e-6)
-    assert math.isnan(statistic("consensus_rate", uniform()))
+    assert statistic("consensus_rate", uniform()) == pytest.approx(1, abs=1e-6)
 
 
 def test_self_weight() -> None:

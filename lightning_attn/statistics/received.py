@@ -1,0 +1,44 @@
+"""What each key receives from all queries, gathered once for the statistics that need it.
+
+Shape suffixes as in `lightning_attn.statistics.row_block`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.row_pass import RowPass
+
+
+class ReceivedWeight:
+    """The sum of each column of the attention matrix over present rows. Statistics share it by `RowPass.shared`.
+
+    Args:
+        row_pass: the sequences and heads.
+    """
+
+    def __init__(self, row_pass: RowPass) -> None:
+        call = row_pass.call
+        self.sum_BHM = torch.zeros(call.sequences, call.heads, call.keys, device=call.query.device)
+        self._next_row = 0
+
+    def add(self, rows: RowBlock) -> None:
+        """Add the rows of a block, unless another statistic has added them."""
+        if rows.start == self._next_row:
+            self._next_row = rows.stop
+            received_BHM = self.of(rows)
+            self.sum_BHM[..., : received_BHM.shape[-1]] += received_BHM
+
+    def of(self, rows: RowBlock) -> Tensor:
+        """What keys receive from the rows of a block."""
+        return rows.column_weight_BHM
+
+
+class UniformReceivedWeight(ReceivedWeight):
+    """The same of uniform attention under the same visibility: what a mask alone gives to each key."""
+
+    def of(self, rows: RowBlock) -> Tensor:
+        """What keys would receive from the rows of a block."""
+        return rows.uniform_column_weight_BHM

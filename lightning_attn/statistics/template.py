@@ -1,0 +1,162 @@
+"""How much of a pattern is a matter of position: the part that all sequences have in common.
+
+Shape suffixes as in `lightning_attn.statistics.row_block`, and C: diagonals of the matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_attn.statistics.registry import register
+from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.statistic import Ratio, RowStatistic, wide
+
+#: A row that deviates from uniform weights by less than this part of them is uniform: the rest is rounding.
+_ROUNDING = 1e-6
+
+
+class _Explained:
+    """Sums over rows of what the patterns of different sequences have in common, and of what there is of them."""
+
+    def __init__(self, row_pass: RowPass) -> None:
+        call = row_pass.call
+        self._sequences = call.sequences
+        self._sums_2H = torch.zeros(2, call.heads, dtype=wide(call.query.device), device=call.query.device)
+
+    def add(self, common_H: Tensor, total_H: Tensor) -> None:
+        """Add the products of pairs of sequences, and the squares of each."""
+        self._sums_2H += torch.stack([common_H, total_H])
+
+    def result(self) -> Ratio:
+        """The two sums, which belong to all sequences together, in equal parts."""
+        common_H, total_H = self._sums_2H
+        parts_2H = torch.stack([torch.where(total_H > 0, common_H, 0.0), total_H]) / self._sequences
+        return Ratio(*parts_2H[:, None].expand(-1, self._sequences, -1))
+
+
+def _squares(deviation_BHRM: Tensor, uniform_BHR: Tensor) -> Tensor:
+    """Squared length of what each row deviates from uniform, (B, H, R); zero where it is rounding."""
+    squares_BHR = torch.linalg.vector_norm(deviation_BHRM, dim=-1).square()
+    return torch.where(squares_BHR > _ROUNDING**2 * uniform_BHR, squares_BHR, 0.0)
+
+
+@register
+class PositionalShare(RowStatistic):
+    r"""Share of the pattern that the mean over sequences explains, corrected for the number of sequences.
+
+    With :math:`D^b = A^b - U^b`, where :math:`U` is uniform over visible keys, it is the sum over rows of
+    :math:`\sum_{b \ne b'} \langle D^b, D^{b'} \rangle / (B - 1)`, divided by that of :math:`\sum_b \|D^b\|^2`. Only the
+    :math:`B \ge 2` sequences that have the row count. Taking pairs of different sequences is what makes it unbiased:
+    pure content gives 0 however few sequences there are, where the plain share :math:`R` gives :math:`1 / B`; it is
+    :math:`(B R - 1) / (B - 1)`. Pairs are of the sequences of one call on one rank.
+    """
+
+    name = "positional_share"
+    range = "≤ 1"
+    uniform = "absent"
+    reading = "1: all sequences have the same pattern, by position; 0: it depends on content. Needs two sequences."
+    source = "after Cui et al. 2024, arXiv:2402.03902"
+    compares_sequences = True
+
+    def __init__(self, row_pass: RowPass) -> None:
+        super().__init__(row_pass)
+        self._explained = _Explained(row_pass)
+
+    def add(self, rows: RowBlock) -> None:
+        """Compare the sequences of each row."""
+        if self.row_pass.call.sequences == 1:
+            return
+        number_HR = rows.present_BHR.sum(0)
+        deviation_BHRM = rows.deviation_BHRM
+        total_HR = _squares(deviation_BHRM, rows.uniform_share_BHR).sum(0)
+        of_sum_HR = torch.linalg.vector_norm(deviation_BHRM.sum(0), dim=-1).square()
+        common_HR = (of_sum_HR - total_HR) / (number_HR - 1).clamp(min=1)
+        both_2HR = torch.where(number_HR >= 2, torch.stack([common_HR, total_HR]), 0.0)
+        self._explained.add(*both_2HR.sum(-1, dtype=wide(both_2HR.device)))
+
+    def result(self) -> Ratio:
+        """The two sums; nothing of one sequence."""
+        return self._explained.result()
+
+
+@register
+class ToeplitzShare(RowStatistic):
+    r"""Share of the pattern that depends on :math:`i - j` alone, without the sink.
+
+    As `PositionalShare`, of the matrix without the first visible key, whose rows are renormalised, and with a template
+    that is constant along diagonals. With the sum :math:`s^b_k` of :math:`D^b` along diagonal :math:`k` and the number
+    :math:`n^b_k` of its visible entries in present rows, it is :math:`\sum_k \sum_{b \ne b'} s^b_k s^{b'}_k /
+    \sqrt{n^b_k n^{b'}_k} / (B - 1)` over :math:`\sum_b \|D^b\|^2`, of the :math:`B \ge 2` sequences that have such an
+    entry. Rows that give all other keys less than 1e-30 beside the first do not count. Absent where queries and keys
+    are not the same tokens.
+    """
+
+    name = "toeplitz_share"
+    range = "≤ 1"
+    uniform = "absent"
+    reading = "1: the pattern is one of distances, as that of a previous-token head; 0: it is not. Needs two sequences."
+    source = "after Cui et al. 2024, arXiv:2402.03902"
+    compares_sequences = True
+
+    def __init__(self, row_pass: RowPass) -> None:
+        super().__init__(row_pass)
+        call = row_pass.call
+        self._is_defined = call.is_square and call.sequences > 1
+        if self._is_defined:
+            self._sum_BHC = torch.zeros(call.sequences, call.heads, 2 * call.queries, device=call.query.device)
+            self._count_BHC = torch.zeros_like(self._sum_BHC)
+            self._total_BH = torch.zeros_like(self._sum_BHC[..., 0], dtype=wide(call.query.device))
+
+    def add(self, rows: RowBlock) -> None:
+        """Add up the deviation along each diagonal."""
+        if not self._is_defined:
+            return
+        deviation_BHRM, uniform_BHR = rows.deviation_without_first_key()
+        squares_BHR = _squares(deviation_BHRM, uniform_BHR)
+        self._total_BH += squares_BHR.sum(-1, dtype=self._total_BH.dtype)
+        # The last row of the block has its first diagonal where the first row of the matrix would have it.
+        first = self.row_pass.call.queries - rows.stop
+        for gathered_BHC, matrix_BHRM in (
+            (self._sum_BHC, deviation_BHRM),
+            (self._count_BHC, self._visible(rows, uniform_BHR)),
+        ):
+            sums_BHC = diagonal_sums(matrix_BHRM)
+            gathered_BHC[..., first : first + sums_BHC.shape[-1]] += sums_BHC
+
+    def _visible(self, rows: RowBlock, uniform_BHR: Tensor) -> Tensor:
+        """1 where an entry counts, and 0 elsewhere; broadcasts."""
+        visible_BHRM = rows.visible_BHRM
+        number_M = torch.arange(visible_BHRM.shape[-1], device=visible_BHRM.device)
+        first_key = rows.first_key if isinstance(rows.first_key, int) else rows.first_key[..., None]
+        counted_BHR = uniform_BHR > 0
+        visible_BHRM = visible_BHRM * (number_M != first_key)
+        # All rows of most calls count but those that see nothing else, and their entries are zero already.
+        if counted_BHR.device.type != "cpu" or not bool((counted_BHR | (visible_BHRM.sum(-1) == 0)).all()):
+            return visible_BHRM * counted_BHR[..., None]
+        return visible_BHRM.expand(*visible_BHRM.shape[:2], counted_BHR.shape[-1], -1)
+
+    def result(self) -> Ratio:
+        """The two sums; nothing of one sequence."""
+        explained = _Explained(self.row_pass)
+        if self._is_defined:
+            template_BHC = self._sum_BHC.to(self._total_BH.dtype) / self._count_BHC.clamp(min=1).sqrt()
+            number_H = (self._count_BHC > 0).any(-1).sum(0)
+            common_H = template_BHC.sum(0).square().sum(-1) - template_BHC.square().sum((0, -1))
+            common_H = common_H / (number_H - 1).clamp(min=1)
+            explained.add(*torch.where(number_H >= 2, torch.stack([common_H, self._total_BH.sum(0)]), 0.0))
+        return explained.result()
+
+
+def diagonal_sums(matrix_BHRM: Tensor) -> Tensor:
+    """Sums along the diagonals of a matrix, (B, H, R + M - 1), from the lowest on the left to the highest.
+
+    Rows that are padded to one length and read back at a length that is one more are shifted by one against the next,
+    so that diagonals become columns.
+    """
+    *batch, rows, keys = matrix_BHRM.shape
+    padded = functional.pad(matrix_BHRM, (rows, 0, 0, 1)).flatten(-2)
+    shifted = padded[..., : rows * (rows + keys + 1)].view(*batch, rows, rows + keys + 1)
+    return shifted.sum(-2)[..., 1 : rows + keys]
