@@ -59,6 +59,11 @@ class Contraction:
         return (set(self.left_axes) & set(self.right_axes)) - set(self.axes)
 
 
+def is_contraction(function: Callable[..., Any]) -> bool:
+    """Whether a torch function is one that `contraction` may read."""
+    return function in _CONTRACTIONS
+
+
 def contraction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contraction | None:
     """Read a call of a torch function as a product of two tensors; ``None`` where it is none or another kind of one."""
     read = _CONTRACTIONS.get(function)

@@ -20,7 +20,6 @@ from lightning_attn.capture.isolation import (
     in_backward,
     in_function_transform,
     isolated,
-    without_function_modes,
 )
 from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
@@ -122,8 +121,7 @@ class Capture:
         if self._follower is None:
             return
         try:
-            with without_function_modes():
-                self._follower.see(function, args, kwargs, result)
+            self._follower.see(function, args, kwargs, result)
         except Exception as error:
             if self._strict:
                 raise

@@ -15,10 +15,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_attn.capture.axes import (
     KEY,
@@ -31,10 +33,11 @@ from lightning_attn.capture.axes import (
     arranged,
     axes_after,
     contraction,
+    is_contraction,
     is_view,
 )
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
-from lightning_attn.capture.isolation import in_backward, isolated
+from lightning_attn.capture.isolation import in_backward, isolated, without_function_modes
 from lightning_attn.capture.reader import Sampling, UnreadableError
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
@@ -273,7 +276,7 @@ class _Trail:
         known = self._known.get(id(thing))
         if known is not None and known[0]() is thing:
             return known[1]
-        return _CONSTANT if isinstance(thing, nn.Parameter) else None
+        return _CONSTANT if type(thing) is nn.Parameter else None
 
     def set(self, tensor: Tensor, followed: _Followed | None) -> None:
         key = id(tensor)
@@ -314,8 +317,8 @@ class SoftmaxFollower:
         self._modules = modules
         self._found = found
         self._trail = _Trail()
-        for buffer in model.buffers():
-            self._trail.set(buffer, _CONSTANT)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._trail.set(tensor, _CONSTANT)
 
     def close(self) -> None:
         """Forget everything."""
@@ -323,31 +326,36 @@ class SoftmaxFollower:
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""
-        name = function.__name__.strip("_") if hasattr(function, "__name__") else ""
-        results = _tensors((args[0],) if name == "setitem" else (result,))
-        if not results:
-            return
-        operands = _tensors((*args, *kwargs.values()))
+        # Most calls have nothing to do with attention: these first lines decide what watching costs.
+        operands = _tensors(args, kwargs)
         known = [self._trail.get(operand) for operand in operands]
-        product = contraction(function, args, kwargs)
-        if product is not None and self._see_product(product, name, args, results[0]):
+        if known.count(None) + known.count(_CONSTANT) == len(known):
+            if is_contraction(function):
+                factors = known[:2] if function is functional.linear else known[-2:]
+                if _CONSTANT in factors:
+                    return
+            elif None in known:
+                return
+        with without_function_modes():
+            self._look(_Call(_name(function), function, args, kwargs, operands, known, result))
+
+    def _look(self, call: _Call) -> None:
+        """Look closely at a call of which some operand is known, or that may be a product of two activations."""
+        product = contraction(call.function, call.args, call.kwargs)
+        if product is not None and self._see_product(product, call):
             return
-        if not any(known) and operands:
-            return
-        for tensor in results:
+        for tensor in call.results:
             self._trail.set(tensor, None)  # what was computed in place is something else now
-        if all(isinstance(followed, _Constant) for followed in known):
-            if product is None and not name.startswith(_MAKES_ACTIVATIONS):
-                for tensor in results:
+        if call.known.count(_CONSTANT) == len(call.known):
+            if product is None and not call.name.startswith(_MAKES_ACTIVATIONS):
+                for tensor in call.results:
                     self._trail.set(tensor, _CONSTANT)
-            return
-        getattr(self, f"_see_{_SYNONYMS.get(name, name)}", self._keep)(
-            _Call(name, args, kwargs, operands, known, results)
-        )
+        elif call.results:
+            getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
 
     # Products: of queries and keys, and of weights and values.
 
-    def _see_product(self, product: Contraction, name: str, args: tuple[Any, ...], result: Tensor) -> bool:
+    def _see_product(self, product: Contraction, call: _Call) -> bool:
         """Whether the product ends here what was followed, or begins it."""
         left, right = self._trail.get(product.left), self._trail.get(product.right)
         if isinstance(left, _Weights) or isinstance(right, _Weights):
@@ -356,7 +364,8 @@ class SoftmaxFollower:
             return not (isinstance(left, _Logits) or isinstance(right, _Logits))
         axes = product.meaning()
         if LEFT in axes and RIGHT in axes and not in_backward():
-            added = (_Mask(args[0].detach(), result.shape),) if name == "baddbmm" else ()
+            result = call.results[0]
+            added = (_Mask(call.operands[0].detach(), result.shape),) if call.name == "baddbmm" else ()
             self._trail.set(result, _Logits(axes, masks=added))
         return True
 
@@ -691,11 +700,17 @@ class _Call:
     """One call of a torch function, with what is known of its operands."""
 
     name: str
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: list[Tensor]
     known: list[_Followed | None]
-    results: list[Tensor]
+    result: object
+
+    @cached_property
+    def results(self) -> list[Tensor]:
+        """The tensors that it gave, or that it wrote into."""
+        return self.operands[:1] if self.name == "setitem" else _tensors((self.result,), {})
 
     def first(self, kind: type[_SomeFollowed]) -> tuple[Tensor, _SomeFollowed] | None:
         """The first operand that is of a kind."""
@@ -720,15 +735,20 @@ class _Call:
         return axis if isinstance(axis, int) and not isinstance(axis, bool) else None
 
 
-def _tensors(things: tuple[Any, ...]) -> list[Tensor]:
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among some arguments, also one level down in lists."""
     found: list[Tensor] = []
-    for thing in things:
-        if isinstance(thing, Tensor):
-            found.append(thing)
-        elif isinstance(thing, (tuple, list)):
-            found += [part for part in thing if isinstance(part, Tensor)]
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            found += [part for part in argument if isinstance(part, Tensor)]
     return found
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What an operation is called, as a function, as a method, as an operator or in place."""
+    return str(getattr(function, "__name__", "")).strip("_")
 
 
 def _hides(value: Any) -> bool:
