@@ -13,10 +13,12 @@ from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.reader import UnreadableError
 from lightning_attn.capture.report import SiteFaults, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
+from lightning_attn.capture.states import HiddenStates
 from lightning_attn.distributed import RankReduction, is_rank_zero
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.measure import Sums, measure
+from lightning_attn.statistics.state_statistic import add_states
 
 
 class AttentionObserver:
@@ -77,6 +79,7 @@ class AttentionObserver:
             self._take,
             sites=self.request.sites,
             max_sequences=self.request.max_sequences,
+            receive_states=self._take_states if self.request.needs_states else None,
             strict=self.request.strict,
             faults=self._faults,
         )
@@ -124,3 +127,8 @@ class AttentionObserver:
                 "so that the heads of its calls cannot be matched"
             )
         self._sums[call.site] = found if known is None else known.joined(found)
+
+    def _take_states(self, states: HiddenStates) -> None:
+        known = self._sums.get(states.site)
+        if known is not None:  # nobody took a snapshot in the middle of the module
+            add_states(known, states)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.registry import resolve
+from lightning_attn.statistics.state_statistic import StateStatistic
 from lightning_attn.statistics.statistic import Statistic
 
 
@@ -50,6 +51,11 @@ class Request:
     def names(self) -> tuple[str, ...]:
         """Names of the statistics."""
         return tuple(statistic.name for statistic in self.statistics)
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether a statistic is of the hidden states around the sites."""
+        return any(issubclass(statistic, StateStatistic) for statistic in self.statistics)
 
     def __or__(self, other: Request) -> Request:
         return Request(

@@ -8,7 +8,7 @@ from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.registry import known_statistics
 
 #: The statistics that have one scalar for each site.
-PER_SITE = ("entropy", "max_logit", "logit_std", "sink_strength")
+PER_SITE = ("entropy", "max_logit", "logit_std", "sink_strength", "token_similarity")
 #: TensorBoard becomes slow with thousands of tags; with more than so many, heat maps take the place of scalars per
 #: site.
 MAX_TAGS = 250
@@ -18,9 +18,9 @@ SUMMARIES = ("min", "mean", "max")
 def scalars(snapshot: Snapshot, prefix: str, per_site: bool = True) -> dict[str, float]:
     """The scalars of a snapshot by their tags.
 
-    For every statistic ``<prefix>/<statistic>/min``, ``mean`` and ``max`` over all heads of all sites; for some
-    statistics ``<prefix>/<statistic>/<site>`` as well. Absent values have no tag, and faults have one where they are
-    not zero.
+    For every statistic ``<prefix>/<statistic>/min``, ``mean`` and ``max`` over all heads of all sites, or over all
+    sites for a statistic of sites; for some statistics ``<prefix>/<statistic>/<site>`` as well. Absent values have no
+    tag, and faults have one where they are not zero.
 
     Args:
         snapshot: the snapshot.

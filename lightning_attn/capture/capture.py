@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.isolation import device_of, eager, in_backward, in_function_transform, isolated
+from lightning_attn.capture.isolation import (
+    after_every_module,
+    device_of,
+    eager,
+    in_backward,
+    in_function_transform,
+    isolated,
+)
 from lightning_attn.capture.reader import Reader, Sampling, UnreadableError, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.states import Attended, HiddenStates
 
 
 class Capture:
@@ -31,6 +39,8 @@ class Capture:
         sites: which sites to watch.
         max_sequences: read the first so many sequences of each call; ``None`` for all.
         with_values: whether the calls hold their values.
+        receive_states: called with the hidden states around each module that computed attention, once it returns;
+            ``None`` where nobody asks for them.
         strict: raise a fault instead of reporting it.
         faults: what went wrong in earlier captures; sites that failed are left alone.
     """
@@ -43,6 +53,7 @@ class Capture:
         sites: SitePatterns,
         max_sequences: int | None = None,
         with_values: bool = False,
+        receive_states: Callable[[HiddenStates], None] | None = None,
         strict: bool = False,
         faults: SiteFaults | None = None,
     ) -> None:
@@ -51,6 +62,7 @@ class Capture:
         self._sites = sites
         self._max_sequences = max_sequences
         self._with_values = with_values
+        self._receive_states = receive_states
         self._strict = strict
         self._faults = SiteFaults() if faults is None else faults
         self._running = ExitStack()
@@ -60,7 +72,10 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
+        self._attended: dict[nn.Module, Attended] = {}
         self._running.enter_context(eager())
+        if self._receive_states is not None:
+            self._running.enter_context(after_every_module(self._see_states))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -69,22 +84,44 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_running = False
+        self._attended = {}
         self._running.close()
 
     def _see(self, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
             return
-        site = self._names.current()
-        if site is None or site in self._faults.quiet or not self._sites.match(site):
+        current = self._names.current()
+        if current is None:
             return
+        site, module = current
+        if site in self._faults.quiet or not self._sites.match(site):
+            return
+        with self._reporting(site):
+            self._read(site, module, reader, args, kwargs)
+
+    def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Look at a module that returns: whether it computed attention, and what entered and left it."""
+        attended = self._attended.pop(module, None)
+        if attended is None or self._receive_states is None or in_backward() or attended.site in self._faults.quiet:
+            return
+        with self._reporting(attended.site), isolated(attended.device):
+            states = attended.states((*args, *kwargs.values()), output, self._max_sequences)
+            if states is not None:
+                self._receive_states(states)
+
+    @contextmanager
+    def _reporting(self, site: str) -> Iterator[None]:
+        """Report a fault at a site, so that the model goes on."""
         try:
-            self._read(site, reader, args, kwargs)
+            yield
         except Exception as error:
             if self._strict:
                 raise
             self._faults.report(site, error)
 
-    def _read(self, site: str, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _read(
+        self, site: str, module: nn.Module, reader: Reader, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
@@ -101,7 +138,10 @@ class Capture:
         )
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.
-            self._receive(reader(args, kwargs, sampling).map_tensors(Tensor.detach))
+            call = reader(args, kwargs, sampling).map_tensors(Tensor.detach)
+            self._receive(call)
+            if self._receive_states is not None and module not in self._attended:
+                self._attended[module] = Attended.by(call, module)
 
 
 class _SeeingMode(TorchFunctionMode):

@@ -45,23 +45,23 @@ class SiteNames:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())
 
-    def current(self) -> str | None:
+    def current(self) -> tuple[str, nn.Module] | None:
         """The site whose attention is being computed by the caller.
 
         It is the innermost module of the model that is computing; a module without parameters of its own or below (one
         that only wraps the attention function) stands for the module that called it.
 
         Returns:
-            Its canonical name, or ``None`` where no module of the model is computing.
+            Its canonical name and the module, or ``None`` where no module of the model is computing.
         """
-        innermost: str | None = None
+        innermost: nn.Module | None = None
         for module in _computing_modules(sys._getframe(1)):
             if module not in self._names:
                 continue
             if next(module.parameters(), None) is not None:
-                return self._names[module]
-            innermost = innermost or self._names[module]
-        return innermost
+                return self._names[module], module
+            innermost = innermost or module
+        return None if innermost is None else (self._names[innermost], innermost)
 
 
 def _computing_modules(frame: FrameType | None) -> Iterator[nn.Module]:
