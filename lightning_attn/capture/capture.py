@@ -105,7 +105,7 @@ class Capture:
         if attended is None or self._receive_states is None or in_backward() or attended.site in self._faults.quiet:
             return
         with self._reporting(attended.site), isolated(attended.device):
-            states = attended.states((*args, *kwargs.values()), output, self._max_sequences)
+            states = attended.states(args, kwargs, output, self._max_sequences)
             if states is not None:
                 self._receive_states(states)
 

@@ -47,6 +47,7 @@ class Attended:
         queries: how many queries its attention has.
         real: which of them are tokens, of how many sequences the call has; see `HiddenStates`.
         width_of_one_head: width of a query where the call has a single head, ``None`` where it has several.
+        is_one_sequence: whether the call has a single sequence.
         is_batch_first: false where tokens surely come before sequences.
         device: where the attention ran.
     """
@@ -55,6 +56,7 @@ class Attended:
     queries: int
     real: Tensor | None
     width_of_one_head: int | None
+    is_one_sequence: bool
     is_batch_first: bool
     device: torch.device
 
@@ -71,23 +73,28 @@ class Attended:
             queries=call.queries,
             real=_real_tokens(call),
             width_of_one_head=call.query.shape[-1] if call.heads == 1 else None,
+            is_one_sequence=call.sequences == 1,
             is_batch_first=not isinstance(module, nn.MultiheadAttention) or bool(module.batch_first),
             device=call.query.device,
         )
 
-    def states(self, arguments: object, output: object, max_sequences: int | None) -> HiddenStates | None:
+    def states(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], output: object, max_sequences: int | None
+    ) -> HiddenStates | None:
         """The states around the module, if they can be told among its arguments and what it returned.
 
         Those are the first floating-point tensors with as many tokens as the attention has queries: (B, N, L),
         (N, B, L), (N, L) for one sequence, or (B, height, width, L), whose places are tokens. Failing that, with a
         multiple of it, since some modules divide their tokens into windows. An image is left out where its channels may
-        come first.
+        come first, and so is what is named a mask.
 
         Args:
-            arguments: the arguments of the module, in order.
+            args: the arguments of the module by position.
+            kwargs: and by name.
             output: what it returned.
             max_sequences: the first so many sequences are wanted; ``None`` for all.
         """
+        arguments = (*args, *(value for name, value in kwargs.items() if "mask" not in name))
         entering_BNL = next(
             (found for found in self._found_in(arguments, max_sequences) if found.shape[1] == self.queries), None
         )
@@ -122,7 +129,7 @@ class Attended:
         if not tensor.is_floating_point() or len(shape) < 2 or self.queries == 0:
             return None
         if len(shape) == 2:
-            return tensor[None] if shape[0] == self.queries else None
+            return tensor[None] if shape[0] == self.queries and self.is_one_sequence else None
         if len(shape) == 3 and shape[0] == self.queries and not (self.is_batch_first and shape[1] == self.queries):
             return tensor.transpose(0, 1)[:max_sequences]  # as in fairseq and Megatron
         may_be_channels_first = len(shape) > 3 and prod(shape[2:]) == self.queries
