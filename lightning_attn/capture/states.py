@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 2**20
 
 @dataclass(frozen=True, repr=False)
 class HiddenStates:
-    """What entered a module that computes attention, and what left it.
+    """What entered a module that computes attention, and what left it: of the first sequences, detached, not copied.
 
     Where the module is the attention alone, as it mostly is, what leaves it has not been added to the residual stream
     yet. Where a whole block computes attention without a module of its own for it, it is what leaves the block.

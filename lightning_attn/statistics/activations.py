@@ -22,7 +22,7 @@ class MassiveActivation(StateStatistic):
     name = "massive_activation"
     range = "≥ 1"
     uniform = "any"
-    reading = "Above 1000 in trained decoders with sinks: massive activations, which low precision cannot hold."
+    reading = "Above 1000: massive activations, common in trained decoders that have sinks, and hard on low precision."
     source = "Sun et al. 2024, arXiv:2402.17762"
     over_heads = "max"
     joined_by = "max"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_attn.capture.states import HiddenStates
 from lightning_attn.statistics.measure import Sums
+from lightning_attn.statistics.median import TABLE_SIZE
 from lightning_attn.statistics.row_pass import BLOCK_BYTES, BLOCK_BYTES_ELSEWHERE
 from lightning_attn.statistics.statistic import Maximum, Ratio, Statistic, mean_over_sequences
 from lightning_attn.statistics.tokens import Tokens
@@ -61,7 +62,7 @@ def add_states(sums: Sums, states: HiddenStates, block_bytes: int | None = None)
     if block_bytes is None:
         block_bytes = BLOCK_BYTES.get(states.entering.device.type, BLOCK_BYTES_ELSEWHERE)
     elements = block_bytes // 8
-    at_once = max(1, elements // (min(tokens, _MIN_TOKENS) * width))
+    at_once = max(1, elements // max(min(tokens, _MIN_TOKENS) * width, TABLE_SIZE))
     device = sums.ratios_S2H.device  # a model may be spread over several
     for start in range(0, sequences, at_once):
         part = slice(start, start + at_once)

@@ -23,14 +23,12 @@ class _Sums(NamedTuple):
 
     #: Sum of squared norms, (B,).
     square: Tensor
-    #: Sum of the differences from the first token, (B, L).
-    from_first: Tensor
-    #: Sum of unit vectors, (B, L).
-    unit: Tensor
     #: How many tokens have a direction: those that are not zero, (B,).
     directed: Tensor
-    #: Largest magnitude of an entry, (B,).
-    largest: Tensor
+    #: Sum of unit vectors, (B, L).
+    unit: Tensor
+    #: Sum of the states, (B, L).
+    state: Tensor
 
 
 class Tokens:
@@ -70,10 +68,15 @@ class Tokens:
         """Sum of the squares of all entries."""
         return self._sums.square
 
-    @property
+    @cached_property
     def largest_B(self) -> Tensor:
         """Largest magnitude of an entry."""
-        return self._sums.largest
+        largest_B = torch.zeros_like(self._sums.square)
+        for block, real_BT in self._slices():
+            states_BTL = _only(self._states_BNL[:, block], real_BT, 0.0)
+            of_block_B = torch.linalg.vector_norm(states_BTL, ord=torch.inf, dim=(1, 2))
+            largest_B = torch.maximum(largest_B, of_block_B.to(largest_B.dtype))
+        return largest_B
 
     @cached_property
     def similarity_B(self) -> Tensor:
@@ -102,23 +105,22 @@ class Tokens:
     @cached_property
     def deviation_square_sum_B(self) -> Tensor:
         """Sum of the squared distances of all tokens to their mean: of differences, so that nothing cancels."""
-        mean_BL = self._sums.from_first / self.count_B.clamp(min=1)[:, None]
+        mean_BL = self._sums.state / self.count_B.clamp(min=1)[:, None]
         total_B = torch.zeros_like(self._sums.square)
         for states_BTL, real_BT in self._blocks():
-            deviation_BTL = states_BTL - self._first_BL[:, None] - mean_BL[:, None]
-            total_B += torch.where(real_BT, deviation_BTL.square().sum(-1), 0.0).sum(1)
+            distance_BT = torch.linalg.vector_norm(states_BTL - mean_BL[:, None], dim=-1)
+            total_B += _only(distance_BT, real_BT, 0.0).square().sum(1)
         return total_B
 
     @cached_property
     def median_magnitude_B(self) -> Tensor:
         """Lower median of the magnitudes of all entries, in float32; anything where there is no token."""
-        width = self._states_BNL.shape[2]
 
-        def magnitudes() -> Iterator[tuple[Tensor, Tensor]]:
-            for states_BTL, real_BT in self._blocks():
-                yield states_BTL.abs().float().flatten(1), real_BT.repeat_interleave(width, dim=1)
+        def magnitudes() -> Iterator[Tensor]:
+            for block, real_BT in self._slices():
+                yield _only(self._states_BNL[:, block].float().abs(), real_BT, torch.inf).contiguous().flatten(1)
 
-        return lower_median(magnitudes, self.count_B * width)
+        return lower_median(magnitudes, self.count_B * self._states_BNL.shape[2])
 
     @cached_property
     def _first_BL(self) -> Tensor:
@@ -132,29 +134,34 @@ class Tokens:
 
     @cached_property
     def _sums(self) -> _Sums:
-        first_BL = self._first_BL
-        square_B = directed_B = largest_B = first_BL.new_zeros(len(first_BL))
-        from_first_BL, unit_BL = torch.zeros_like(first_BL), torch.zeros_like(first_BL)
-        for states_BTL, real_BT in self._blocks():
+        sequences, _, width = self._states_BNL.shape
+        vectors_B2L = self._states_BNL.new_zeros(sequences, 2, width, dtype=wide(self._states_BNL.device))
+        square_B = directed_B = vectors_B2L[:, 0, 0]
+        for states_BTL, _ in self._blocks():
             norm_BT = torch.linalg.vector_norm(states_BTL, dim=-1)
             has_direction_BT = norm_BT != 0
-            inverse_BT = torch.where(has_direction_BT, 1 / norm_BT, 0.0)
+            weights_B2T = torch.stack(
+                [torch.where(has_direction_BT, 1 / norm_BT, 0.0), torch.ones_like(norm_BT)], dim=1
+            )
+            vectors_B2L = vectors_B2L + weights_B2T @ states_BTL
             square_B = square_B + norm_BT.square().sum(1)
             directed_B = directed_B + has_direction_BT.sum(1)
-            largest_B = torch.maximum(largest_B, states_BTL.abs().amax((1, 2)))
-            unit_BL += (inverse_BT[:, None] @ states_BTL)[:, 0]
-            from_first_BTL = states_BTL - first_BL[:, None]
-            from_first_BL += torch.where(real_BT[..., None], from_first_BTL, 0.0).sum(1)
-        return _Sums(square_B, from_first_BL, unit_BL, directed_B, largest_B)
+        return _Sums(square_B, directed_B, *vectors_B2L.unbind(1))
 
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The states of a block (B, T, L), zero where a token is padding, and which tokens are none (B or 1, T)."""
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The states of a block (B, T, L), zero where a token is padding, and which tokens are none (B, T)."""
+        for block, real_BT in self._slices():
+            yield _only(self._states_BNL[:, block].to(wide(self._states_BNL.device)), real_BT, 0.0), real_BT
+
+    def _slices(self) -> Iterator[tuple[slice, Tensor | None]]:
         tokens = self._states_BNL.shape[1]
         for start in range(0, tokens, self._tokens_per_block):
-            stop = min(start + self._tokens_per_block, tokens)
-            states_BTL = self._states_BNL[:, start:stop].to(wide(self._states_BNL.device))
-            if self._real_BN is None:
-                yield states_BTL, torch.ones(1, stop - start, dtype=torch.bool, device=states_BTL.device)
-            else:
-                real_BT = self._real_BN[:, start:stop]
-                yield torch.where(real_BT[..., None], states_BTL, 0.0), real_BT
+            block = slice(start, start + self._tokens_per_block)
+            yield block, None if self._real_BN is None else self._real_BN[:, block]
+
+
+def _only(tensor: Tensor, real_BT: Tensor | None, filling: float) -> Tensor:
+    """A tensor (B, T, …) with something else in the place of padding."""
+    if real_BT is None:
+        return tensor
+    return torch.where(real_BT.reshape(real_BT.shape + (1,) * (tensor.dim() - 2)), tensor, filling)
