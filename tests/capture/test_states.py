@@ -579,6 +579,18 @@ def test_of_low_precision(dtype: torch.dtype) -> None:
         assert of_low[name][0] == pytest.approx(of_high[name][0], rel=tolerance), name
 
 
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(without_gradients: Callable[[], Any]) -> None:
+    model, tokens, real = Attention(), torch.randn(3, LENGTH, WIDTH), padding_mask(8, 5, 3)
+    observer = AttentionObserver(model, statistics=OF_STATES, strict=True)
+    with observer:
+        model(tokens, real[:, None, None])
+    expected = observer.snapshot()
+    with observer, without_gradients():
+        model(torch.empty_like(tokens).copy_(tokens), real[:, None, None])
+    assert observer.snapshot() == expected
+
+
 def test_under_autocast() -> None:
     model, tokens = Block(), torch.randn(3, LENGTH, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
