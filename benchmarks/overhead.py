@@ -38,15 +38,16 @@ from torch.utils.data import DataLoader
 from lightning_attn import AttentionMonitor, AttentionObserver
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.statistics import known_statistics, measure
+from lightning_attn.statistics import RowStatistic, known_statistics, measure
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.tensorboard import heat_map
 
 ALL = list(known_statistics())
-SPECTRAL = [name for name, statistic in known_statistics().items() if statistic.is_spectral]
+OF_ROWS = {name: statistic for name, statistic in known_statistics().items() if issubclass(statistic, RowStatistic)}
+SPECTRAL = [name for name, statistic in OF_ROWS.items() if statistic.is_spectral]
 NOT_SPECTRAL = [name for name in ALL if name not in SPECTRAL]
 SECOND_WALK = ["entropy_without_sink"]  # which key to leave out is known only when all rows were seen
-ONE_PASS = [name for name in NOT_SPECTRAL if name not in SECOND_WALK]
+ONE_PASS = [name for name in OF_ROWS if name not in SPECTRAL + SECOND_WALK]
 
 HEADS, WIDTH = 8, 64
 SHARP = 50.0  # heads of a run that is lost: most weights are too small for float32, which must not make them slow

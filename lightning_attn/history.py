@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from lightning_attn.snapshot import Snapshot
+from lightning_attn.statistics.registry import is_per_site
 from lightning_attn.transition import Transition, find_transition
 
 
@@ -49,8 +50,13 @@ class History(Sequence[Snapshot]):
         """The steps of the snapshots."""
         return [snapshot.step for snapshot in self._snapshots]
 
-    def series(self, site: str, head: int, statistic: str) -> tuple[list[int], list[float]]:
-        """One head over training.
+    def series(self, site: str, head: int | None, statistic: str) -> tuple[list[int], list[float]]:
+        """One head over training, or one site.
+
+        Args:
+            site: the site.
+            head: number of the head; for a statistic of sites ``None`` or 0, where its value stands.
+            statistic: the statistic.
 
         Returns:
             The steps at which the head has a value, and the values.
@@ -58,15 +64,17 @@ class History(Sequence[Snapshot]):
         Raises:
             KeyError: if no snapshot holds such a site, head or statistic.
         """
-        holding = [s for s in self._snapshots if 0 <= head < s.heads.get(site, 0) and statistic in s.statistics]
-        if self._snapshots and not holding:
+        place = head if head is not None else 0 if is_per_site(statistic) else -1
+        holding = [s for s in self._snapshots if site in s.heads and statistic in s.statistics]
+        values = [(snapshot.step, snapshot[site, statistic]) for snapshot in holding]
+        of_head = [(step, of_site[place]) for step, of_site in values if 0 <= place < len(of_site)]
+        if self._snapshots and not of_head:
             last = self._snapshots[-1]
             raise KeyError(
                 f"no snapshot holds {statistic!r} of head {head} of {site!r}; the last one holds "
                 f"{list(last.statistics)} of the heads {dict(last.heads)}"
             )
-        points = [(snapshot.step, snapshot[site, statistic][head]) for snapshot in holding]
-        present = [(step, value) for step, value in points if value is not None]
+        present = [(step, value) for step, value in of_head if value is not None]
         return [step for step, _ in present], [value for _, value in present]
 
     def transitions(self, statistic: str = "positional_share") -> dict[tuple[str, int], Transition | None]:

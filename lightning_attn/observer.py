@@ -14,10 +14,12 @@ from lightning_attn.capture.isolation import compiled_modules
 from lightning_attn.capture.reader import UnreadableError
 from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
+from lightning_attn.capture.states import HiddenStates
 from lightning_attn.distributed import RankReduction, is_rank_zero
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.measure import Sums, measure
+from lightning_attn.statistics.state_statistic import add_states
 
 
 class AttentionObserver:
@@ -88,6 +90,7 @@ class AttentionObserver:
             sites=self.request.sites,
             max_sequences=self.request.max_sequences,
             with_values=self.request.needs_values,
+            receive_states=self._take_states if self.request.needs_states else None,
             compiled=self.request.compiled,
             strict=self.request.strict,
             faults=self._faults,
@@ -170,6 +173,12 @@ class AttentionObserver:
                 "so that the heads of its calls cannot be matched"
             )
         self._sums[site] = found if known is None else known.joined(found)
+
+    def _take_states(self, states: HiddenStates) -> None:
+        self._end_loop(states.site)  # the module has returned
+        known = self._sums.get(states.site)
+        if known is not None:  # nobody took a snapshot in the middle of the module
+            add_states(known, states)
 
 
 class _LoopOverHeads:

@@ -10,6 +10,7 @@ from lightning_attn.capture.capture import Compiled
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.registry import resolve
+from lightning_attn.statistics.state_statistic import StateStatistic
 from lightning_attn.statistics.statistic import RowStatistic, Statistic
 
 
@@ -63,6 +64,11 @@ class Request:
     def needs_values(self) -> bool:
         """Whether one of the statistics needs the values of the attention calls."""
         return any(issubclass(statistic, RowStatistic) and statistic.needs_values for statistic in self.statistics)
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether a statistic is of the hidden states around the sites."""
+        return any(issubclass(statistic, StateStatistic) for statistic in self.statistics)
 
     def __or__(self, other: Request) -> Request:
         return Request(

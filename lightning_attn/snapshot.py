@@ -12,22 +12,27 @@ from torch import Tensor
 
 from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.measure import Sums
-from lightning_attn.statistics.registry import known_statistics
+from lightning_attn.statistics.registry import is_per_site, known_statistics
 
 #: The statistics that have one scalar for each site.
-PER_SITE = ("entropy", "max_logit", "logit_std", "sink_strength")
+PER_SITE = ("entropy", "max_logit", "logit_std", "sink_strength", "token_similarity")
 
 
 class HeadValue(NamedTuple):
-    """A value and the head it belongs to."""
+    """A value and the head it belongs to: ``None`` for a statistic of the site as a whole."""
 
     site: str
-    head: int
+    head: int | None
     value: float
+
+    @property
+    def place(self) -> str:
+        """Site and head, for people."""
+        return self.site if self.head is None else f"{self.site} #{self.head}"
 
 
 class Summary(NamedTuple):
-    """A statistic over all heads that have it."""
+    """A statistic over all heads that have it, or over all sites if it is one of sites."""
 
     min: float
     mean: float
@@ -45,7 +50,8 @@ class Snapshot:
         step: the optimiser step, as the loggers count it.
         heads: number of heads of each site, in the order in which the sites ran.
         statistics: names of the statistics.
-        values: (statistics, heads of all sites) in float64, NaN where a value is absent.
+        values: (statistics, heads of all sites) in float64, NaN where a value is absent. A statistic of sites stands at
+            the first head of each.
 
     Example:
         >>> import torch
@@ -101,7 +107,7 @@ class Snapshot:
     __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, key: tuple[str, str]) -> list[float | None]:
-        """The value of every head of a site: ``snapshot[site, statistic]``.
+        """The value of every head of a site: ``snapshot[site, statistic]``; one value if it is a statistic of sites.
 
         Raises:
             KeyError: if the snapshot holds no such site or statistic.
@@ -110,7 +116,7 @@ class Snapshot:
         return [None if value != value else value for value in self._of(site, statistic).tolist()]
 
     def summary(self, statistic: str) -> Summary | None:
-        """Smallest, mean and largest value over all heads of all sites; ``None`` where no head has one."""
+        """Smallest, mean and largest value over all heads of all sites, or over sites; ``None`` where none has one."""
         present = _present(self._row(statistic))
         return Summary(min(present), fsum(present) / len(present), max(present)) if present else None
 
@@ -124,19 +130,22 @@ class Snapshot:
         return max(present) if largest else fsum(present) / len(present)
 
     def lowest(self, statistic: str) -> HeadValue | None:
-        """The head with the smallest value; ``None`` where no head has one."""
+        """The head (or site) with the smallest value; ``None`` where none has one."""
         return self._extreme(statistic, sign=1)
 
     def highest(self, statistic: str) -> HeadValue | None:
-        """The head with the largest value; ``None`` where no head has one."""
+        """The head (or site) with the largest value; ``None`` where none has one."""
         return self._extreme(statistic, sign=-1)
 
     def matrix(self, statistic: str) -> Tensor:
-        """The values as (sites, most heads of a site) in float64, NaN where there is none: for drawing."""
-        widest = max(self.heads.values(), default=0)
-        matrix = torch.full((len(self.heads), widest), torch.nan, dtype=torch.float64)
-        for row, (site, heads) in enumerate(self.heads.items()):
-            matrix[row, :heads] = self._of(site, statistic)
+        """The values as (sites, most heads of a site) in float64, NaN where there is none: for drawing.
+
+        A statistic of sites has one column.
+        """
+        values = [self._of(site, statistic) for site in self.heads]
+        matrix = torch.full((len(values), max(map(len, values), default=0)), torch.nan, dtype=torch.float64)
+        for row, of_site in zip(matrix, values, strict=True):
+            row[: len(of_site)] = of_site
         return matrix
 
     def select(self, sites: SitePatterns | None = None, statistics: Iterable[str] | None = None) -> Snapshot:
@@ -161,9 +170,10 @@ class Snapshot:
     def scalars(self, prefix: str = "attention", per_site: bool = True) -> dict[str, float]:
         """The values that loggers get, by their tags.
 
-        For every statistic ``<prefix>/<statistic>/min``, ``mean`` and ``max`` over all heads of all sites; for
-        ``entropy``, ``max_logit``, ``logit_std`` and ``sink_strength`` also ``<prefix>/<statistic>/<site>``, which is
-        what `over_heads` gives. Absent values have no tag, and faults have one only where they are not zero.
+        For every statistic ``<prefix>/<statistic>/min``, ``mean`` and ``max`` over all heads of all sites, or over all
+        sites; for ``entropy``, ``max_logit``, ``logit_std``, ``sink_strength`` and ``token_similarity`` also
+        ``<prefix>/<statistic>/<site>``, which is what `over_heads` gives. Absent values have no tag, and faults have
+        one only where they are not zero.
 
         Args:
             prefix: what all tags begin with.
@@ -208,7 +218,8 @@ class Snapshot:
         raise AssertionError
 
     def _of(self, site: str, statistic: str) -> Tensor:
-        return self._row(statistic)[self._columns(site)]
+        values = self._row(statistic)[self._columns(site)]
+        return values[:1] if is_per_site(statistic) else values
 
     def _extreme(self, statistic: str, sign: int) -> HeadValue | None:
         values = self._row(statistic)
@@ -218,7 +229,7 @@ class Snapshot:
         value = float(values[column])
         for site, heads in self.heads.items():
             if column < heads:
-                return HeadValue(site, column, value)
+                return HeadValue(site, None if is_per_site(statistic) else column, value)
             column -= heads
         raise AssertionError
 
@@ -240,10 +251,10 @@ def _table(snapshot: Snapshot) -> str:
             (
                 statistic,
                 f"{lowest.value:.4g}",
-                f"{lowest.site} #{lowest.head}",
+                lowest.place,
                 f"{summary.mean:.4g}",
                 f"{highest.value:.4g}",
-                f"{highest.site} #{highest.head}",
+                highest.place,
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

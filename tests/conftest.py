@@ -16,3 +16,5 @@ def _same_random_numbers_and_no_mode_left() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch._C._len_torch_function_stack() == 0, "a torch function mode was left on"
+    left = {name: hooks for name, hooks in vars(torch.nn.modules.module).items() if "_hooks" in name and hooks}
+    assert not any(name.startswith("_global") for name in left), f"a hook was left on: {left}"

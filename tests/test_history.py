@@ -79,6 +79,24 @@ def test_series_of_what_no_snapshot_holds(site: str, head: int, statistic: str) 
         a_history(at(1), at(2)).series(site, head, statistic)
 
 
+def test_series_of_a_site() -> None:
+    """A statistic of sites has no heads: it stands at the first one, and `None` asks for it as well."""
+
+    def similarity(step: int, value: float) -> Snapshot:
+        values = torch.tensor([[value, math.nan]], dtype=torch.float64)
+        return Snapshot(step, {"block": 2}, ("token_similarity",), values)
+
+    history = a_history(similarity(1, 0.1), similarity(2, math.nan), similarity(3, 0.3))
+    extreme = history[0].lowest("token_similarity")
+    assert extreme is not None
+    assert history.series(extreme.site, extreme.head, "token_similarity") == ([1, 3], [0.1, 0.3])
+    assert history.series("block", 0, "token_similarity") == ([1, 3], [0.1, 0.3])
+    with pytest.raises(KeyError, match="of head 1 of 'block'"):
+        history.series("block", 1, "token_similarity")
+    with pytest.raises(KeyError, match="of head None of 'block'"):
+        a_history(at(1)).series("block", None, "entropy")
+
+
 def test_clear() -> None:
     history = a_history(at(1), at(2), size=2)
     history.clear()

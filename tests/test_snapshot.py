@@ -258,3 +258,49 @@ def test_copies_are_equal(copied: object) -> None:
 def test_it_is_no_key_of_a_dictionary() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(a_snapshot())
+
+
+# Statistics of sites: they stand at the first head of each.
+
+
+def of_sites(step: int = 7) -> Snapshot:
+    return Snapshot(
+        step=step,
+        heads={"blocks.0": 2, "blocks.1": 3, "decoder": 1},
+        statistics=("entropy", "token_similarity"),
+        values=torch.tensor(
+            [[0.5, 0.25, 1.0, NAN, 0.0, 0.75], [0.1, NAN, 0.7, NAN, NAN, NAN]],
+            dtype=torch.float64,
+        ),
+    )
+
+
+def test_a_site_has_one_value() -> None:
+    snapshot = of_sites()
+    assert snapshot["blocks.0", "token_similarity"] == [0.1]
+    assert snapshot["blocks.1", "token_similarity"] == [0.7]
+    assert snapshot["decoder", "token_similarity"] == [None]
+    assert snapshot["blocks.1", "entropy"] == [1.0, None, 0.0]
+    assert snapshot.to_dict()["blocks.1"] == {"entropy": [1.0, None, 0.0], "token_similarity": [0.7]}
+    assert snapshot.over_heads("blocks.1", "token_similarity") == 0.7
+    assert snapshot.over_heads("decoder", "token_similarity") is None
+    assert snapshot.select(SitePatterns("blocks.1"))["blocks.1", "token_similarity"] == [0.7]
+
+
+def test_a_summary_is_over_sites_and_the_most_extreme_ones_are_named_without_a_head() -> None:
+    snapshot = of_sites()
+    assert snapshot.summary("token_similarity") == Summary(min=0.1, mean=pytest.approx(0.4), max=0.7)
+    assert snapshot.lowest("token_similarity") == HeadValue("blocks.0", None, 0.1)
+    assert snapshot.highest("token_similarity") == HeadValue("blocks.1", None, 0.7)
+    assert snapshot.table().splitlines() == [
+        "Attention at step 7: 3 sites, 6 heads",
+        "statistic         lowest  in head      mean  highest  in head",
+        "entropy                0  blocks.1 #2   0.5        1  blocks.1 #0",
+        "token_similarity     0.1  blocks.0      0.4      0.7  blocks.1",
+    ]
+
+
+def test_the_matrix_of_sites_has_one_column() -> None:
+    expected = torch.tensor([[0.1], [0.7], [NAN]], dtype=torch.float64)
+    torch.testing.assert_close(of_sites().matrix("token_similarity"), expected, equal_nan=True, rtol=0, atol=0)
+    assert of_sites().matrix("entropy").shape == (3, 3)

@@ -5,5 +5,15 @@ from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.observe import observe
 from lightning_attn.capture.record import Recording, record
 from lightning_attn.capture.report import AttentionWarning
+from lightning_attn.capture.states import HiddenStates
 
-__all__ = ["AttentionCall", "AttentionWarning", "Capture", "Recording", "Visibility", "observe", "record"]
+__all__ = [
+    "AttentionCall",
+    "AttentionWarning",
+    "Capture",
+    "HiddenStates",
+    "Recording",
+    "Visibility",
+    "observe",
+    "record",
+]

@@ -190,6 +190,33 @@ class AttentionCall:
         """Whether row ``i`` and column ``i`` of the attention matrix are the same token."""
         return self.self_attention and self.queries == self.keys
 
+    def seen_keys(self, rows: int) -> Tensor:
+        """Whether any query may see a key; in self-attention, a token whose key no query may see is padding.
+
+        Args:
+            rows: how many queries are looked at together.
+
+        Returns:
+            A boolean tensor that broadcasts to (B, H, M).
+        """
+        visibility, device = self.visibility, self.query.device
+        seen_M = torch.arange(self.keys, device=device) < visibility.visible_keys(self.queries, self.keys)
+        if visibility.is_causal_at_most:
+            return seen_M[None, None]
+        if visibility.is_alike_for_queries:
+            seen_BHM = seen_M[None, None]
+            if visibility.mask is not None:
+                seen_BHM = seen_BHM & visibility.mask[:, :, 0]
+            if visibility.bias is not None:
+                seen_BHM = seen_BHM & unhidden_by(visibility.bias[:, :, 0])
+            return seen_BHM
+        seen_BHM = torch.zeros_like(seen_M)[None, None]
+        for start in range(0, self.queries, rows):
+            stop = min(start + rows, self.queries)
+            _, visible = visibility.rows(start, stop, self.keys, device) or (0, seen_M[None, None, None])
+            seen_BHM = seen_BHM | visible.any(2)
+        return seen_BHM
+
     def select(self, sequences: slice = slice(None), key_heads: slice = slice(None)) -> AttentionCall:
         """The call of some sequences and key heads with their query heads; views, no copies."""
         first, last, _ = key_heads.indices(self.key.shape[1])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.isolation import (
+    after_every_module,
     compiling_nothing,
     device_of,
     eager,
@@ -25,6 +26,7 @@ from lightning_attn.capture.reader import Sampling, UnreadableError, interceptor
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
+from lightning_attn.capture.states import Attended, HiddenStates
 
 #: What becomes of compiled modules while something watches.
 Compiled = Literal["eager", "skip"]
@@ -43,6 +45,8 @@ class Capture:
         sites: which sites to watch.
         max_sequences: read the first so many sequences of each call; ``None`` for all.
         with_values: whether the calls hold their values.
+        receive_states: called with the hidden states around each module that computed attention, once it returns;
+            ``None`` where nobody asks for them.
         compiled: ``"eager"`` runs compiled modules eagerly; ``"skip"`` leaves them alone, and sees nothing of them.
         strict: raise a fault instead of reporting it.
         faults: what went wrong in earlier captures; sites that failed are left alone.
@@ -56,6 +60,7 @@ class Capture:
         sites: SitePatterns,
         max_sequences: int | None = None,
         with_values: bool = False,
+        receive_states: Callable[[HiddenStates], None] | None = None,
         compiled: Compiled = "eager",
         strict: bool = False,
         faults: SiteFaults | None = None,
@@ -65,6 +70,7 @@ class Capture:
         self._sites = sites
         self._max_sequences = max_sequences
         self._with_values = with_values
+        self._receive_states = receive_states
         self._compiled = compiled
         self._strict = strict
         self._faults = SiteFaults() if faults is None else faults
@@ -80,9 +86,12 @@ class Capture:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
         self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
+        self._attended: dict[nn.Module, Attended] = {}
         self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
             self._running.enter_context(intercept(self))
+        if self._receive_states is not None:
+            self._running.enter_context(after_every_module(self._see_states))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -91,6 +100,7 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_running = False
+        self._attended = {}
         self._running.close()
         self._follower = None
 
@@ -150,12 +160,8 @@ class Capture:
         site = self._names[module]
         if site in self._faults.quiet or not self._sites.match(site):
             return
-        try:
+        with self._reporting(site):
             self._read(module, read, device())
-        except Exception as error:
-            if self._strict:
-                raise
-            self._faults.report(site, error)
 
     def _read(self, module: nn.Module, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
         if in_function_transform():
@@ -177,6 +183,28 @@ class Capture:
             if call.heads == 1:
                 call = replace(call, forward=self._names.forward_number(module))
             self._receive(call)
+            if self._receive_states is not None and module not in self._attended:
+                self._attended[module] = Attended.by(call, module)
+
+    def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Look at a module that returns: whether it computed attention, and what entered and left it."""
+        attended = self._attended.pop(module, None)
+        if attended is None or self._receive_states is None or in_backward() or attended.site in self._faults.quiet:
+            return
+        with self._reporting(attended.site), isolated(attended.device):
+            states = attended.states(args, kwargs, output, self._max_sequences)
+            if states is not None:
+                self._receive_states(states)
+
+    @contextmanager
+    def _reporting(self, site: str) -> Iterator[None]:
+        """Report a fault at a site, so that the model goes on."""
+        try:
+            yield
+        except Exception as error:
+            if self._strict:
+                raise
+            self._faults.report(site, error)
 
 
 class _SeeingMode(TorchFunctionMode):

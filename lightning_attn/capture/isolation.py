@@ -7,16 +7,21 @@ torch that are not public are used here and nowhere else.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 #: The newer switch for the precision of products.
 _NEWER = "fp32_precision"
+#: What a compiled module has to say when any global hook is set.
+_HOOK_COMPLAINT = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 @contextmanager
@@ -144,6 +149,39 @@ def _is_compiled(module: nn.Module) -> bool:
         or getattr(module, "_compiled_call_impl", None) is not None
         or any(hasattr(method, "_torchdynamo_orig_callable") for method in methods if callable(method))
     )
+
+
+@contextmanager
+def after_every_module(hook: Callable[..., None]) -> Iterator[None]:
+    """Call a hook after the ``forward`` of every module while the block runs: one hook for the process, on no module.
+
+    Args:
+        hook: called with the module, its positional and its keyword arguments, and what it returned.
+    """
+    handle = register_module_forward_hook(hook, with_kwargs=True)
+    try:
+        with _without_complaint_of_compiled_modules():
+            yield
+    finally:
+        handle.remove()
+        # torch forgets to remove that this hook wanted keyword arguments, and the marks of all captures would pile up.
+        getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+
+
+@contextmanager
+def _without_complaint_of_compiled_modules() -> Iterator[None]:
+    """Keep modules that `torch.compile` made from warning of a hook that its owner never set.
+
+    The filter is put into the list by hand, since `warnings.filterwarnings` has every warning of the program shown once
+    more, again after each capture.
+    """
+    silence = ("ignore", _HOOK_COMPLAINT, UserWarning, None, 0)
+    warnings.filters.insert(0, silence)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if silence in warnings.filters:
+            warnings.filters.remove(silence)  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

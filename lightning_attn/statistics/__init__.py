@@ -4,7 +4,9 @@ from lightning_attn.statistics.measure import measure
 from lightning_attn.statistics.registry import known_statistics, register, resolve
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.state_statistic import StateStatistic, add_states
 from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStatistic, Statistic
+from lightning_attn.statistics.tokens import Tokens
 
 __all__ = [
     "Maximum",
@@ -13,7 +15,10 @@ __all__ = [
     "RowMean",
     "RowPass",
     "RowStatistic",
+    "StateStatistic",
     "Statistic",
+    "Tokens",
+    "add_states",
     "known_statistics",
     "measure",
     "register",

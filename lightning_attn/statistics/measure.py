@@ -15,6 +15,8 @@ from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStat
 class Sums(Mapping[str, Ratio | Maximum]):
     """The sums of some statistics over sequences and calls, by name, with one entry per head.
 
+    The entry of a statistic of sites is at the first head, and nothing at the others.
+
     Shape suffixes: S statistics that are means, X statistics that are maxima, H heads; 2: numerator and denominator.
 
     Args:

@@ -39,6 +39,13 @@ def known_statistics() -> dict[str, type[Statistic]]:
     return dict(sorted(_STATISTICS.items()))
 
 
+def is_per_site(name: str) -> bool:
+    """Whether a statistic is one value of a site, rather than one of each head, as an unknown name is."""
+    _import_files()
+    statistic = _STATISTICS.get(name)
+    return statistic is not None and statistic.per == "site"
+
+
 def resolve(names: str | Sequence[str] | None) -> tuple[type[Statistic], ...]:
     """The statistics of some names.
 

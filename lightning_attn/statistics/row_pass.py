@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_attn.capture.call import AttentionCall, unhidden_by
+from lightning_attn.capture.call import AttentionCall
 from lightning_attn.statistics.row_block import RowBlock, Workspace
 
 #: Size of one of the three buffers of a pass. Small ones stay in a CPU's cache; large ones keep an accelerator busy.
@@ -87,24 +87,7 @@ class RowPass:
     @cached_property
     def seen_BHM(self) -> Tensor:
         """Whether any query may see a key; the key that no query sees is padding. Broadcasts to (B, H, M)."""
-        call, visibility = self.call, self.call.visibility
-        keys = visibility.visible_keys(call.queries, call.keys)
-        seen_M = torch.arange(call.keys, device=call.query.device) < keys
-        if visibility.is_causal_at_most:
-            return seen_M[None, None]
-        if visibility.is_alike_for_queries:
-            seen_BHM = seen_M[None, None]
-            if visibility.mask is not None:
-                seen_BHM = seen_BHM & visibility.mask[:, :, 0]
-            if visibility.bias is not None:
-                seen_BHM = seen_BHM & unhidden_by(visibility.bias[:, :, 0])
-            return seen_BHM
-        seen_BHM = torch.zeros_like(seen_M)[None, None]
-        for start in range(0, call.queries, self._rows_per_block):
-            stop = min(start + self._rows_per_block, call.queries)
-            _, visible = visibility.rows(start, stop, call.keys, call.query.device) or (0, seen_M[None, None, None])
-            seen_BHM = seen_BHM | visible.any(2)
-        return seen_BHM
+        return self.call.seen_keys(self._rows_per_block)
 
     @cached_property
     def first_key(self) -> int | Tensor:

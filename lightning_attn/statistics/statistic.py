@@ -40,7 +40,7 @@ class Statistic:
     """What is to be known of a number that heads or sites have: its name, and how to read it.
 
     `lightning_attn.statistics.register` makes a subclass known by its name. How the number is got depends on what it is
-    a number of: see `RowStatistic`.
+    a number of: see `RowStatistic` and `lightning_attn.statistics.state_statistic.StateStatistic`.
     """
 
     name: ClassVar[str]
@@ -54,6 +54,8 @@ class Statistic:
     reading: ClassVar[str]
     #: Where the definition comes from.
     source: ClassVar[str] = ""
+    #: Whether every head has a number of its own, or the site as a whole has one.
+    per: ClassVar[Literal["head", "site"]] = "head"
     #: How the heads of a site become one number.
     over_heads: ClassVar[Literal["mean", "max"]] = "mean"
     #: Whether ranks, calls and sequences are joined by a weighted mean or by a maximum.

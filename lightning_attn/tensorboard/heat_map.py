@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.statistics.registry import known_statistics
+from lightning_attn.statistics.registry import is_per_site, known_statistics
 
 #: Up to so many heads and cells, cells are wide and have their value written in.
 _LABELLED_HEADS = 24
@@ -33,7 +33,7 @@ def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
         statistic: a statistic in it.
 
     Returns:
-        An RGB picture of shape (height, width, 3). Heads without a value are grey.
+        An RGB picture of shape (height, width, 3). Heads without a value are grey. A statistic of sites has one column.
     """
     matrix = snapshot.matrix(statistic).numpy()
     low, high = _limits(statistic, matrix)
@@ -58,9 +58,10 @@ def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
     draw.text((left, _TITLE // 2), title, _INK, font, anchor="lm")
     for row, name in enumerate(names):
         draw.text((left - _MARGIN // 2, _TITLE + row * _ROW + _ROW // 2), name, _INK, font, anchor="rm")
-    for head in range(0, heads, 1 if is_labelled else 4):
-        draw.text((left + head * cell + cell // 2, bottom + _ROW // 2), str(head), _INK, font, anchor="mm")
-    draw.text(((left + right) // 2, bottom + _ROW + _MARGIN // 2), "head", _INK, font, anchor="mm")
+    if not is_per_site(statistic):
+        for head in range(0, heads, 1 if is_labelled else 4):
+            draw.text((left + head * cell + cell // 2, bottom + _ROW // 2), str(head), _INK, font, anchor="mm")
+        draw.text(((left + right) // 2, bottom + _ROW + _MARGIN // 2), "head", _INK, font, anchor="mm")
     if is_labelled:
         for (row, head), value in np.ndenumerate(matrix):
             if not np.isnan(value):

@@ -73,6 +73,39 @@ def test_the_complete_scalars_of_a_snapshot() -> None:
     assert metrics == pytest.approx({tag: float(value) for tag, value in expected.items()}, rel=1e-6)
 
 
+def test_the_complete_scalars_of_statistics_of_sites() -> None:
+    """Summaries are over sites; the similarity of tokens has a scalar for each of them."""
+    logger = mock_logger()
+    monitor = AttentionMonitor(
+        statistics=["token_similarity", "massive_activation"], callback_metrics="token_similarity/max"
+    )
+    running = fit(LanguageModel(), monitor, logger=logger, steps=1)
+    assert monitor.snapshot is not None
+    similarity, ratio = (
+        [monitor.snapshot[site, name] for site in SITES] for name in ("token_similarity", "massive_activation")
+    )
+    assert all(len(of_site) == 1 for of_site in similarity + ratio)
+    (first,), (second,) = similarity
+    (one,), (other,) = ratio
+    assert None not in (first, second, one, other)
+    ((metrics, _),) = [
+        (metrics, step) for metrics, step in logged(logger) if any("attention" in key for key in metrics)
+    ]
+    assert metrics == pytest.approx(
+        {
+            "attention/token_similarity/min": min(first, second),
+            "attention/token_similarity/mean": (first + second) / 2,
+            "attention/token_similarity/max": max(first, second),
+            "attention/token_similarity/blocks.0.attention": first,
+            "attention/token_similarity/blocks.1.attention": second,
+            "attention/massive_activation/min": min(one, other),
+            "attention/massive_activation/mean": (one + other) / 2,
+            "attention/massive_activation/max": max(one, other),
+        }
+    )
+    assert running.callback_metrics["attention/token_similarity/max"] == pytest.approx(max(first, second))
+
+
 def test_every_statistic_by_default_and_every_logger() -> None:
     loggers = [mock_logger(), mock_logger()]
     loggers[1].group_separator = "_"
@@ -203,7 +236,7 @@ def test_validation_watches_the_first_batch_of_every_run() -> None:
     fit(Frozen(), monitor, logger=logger, steps=6, validation=3, val_check_interval=2)
     assert monitor.history.steps == [1, 3, 5]
     first, *others = monitor.history
-    assert all(torch.equal(first.values, other.values) for other in others)  # the same batch, the same weights
+    assert all(first.to_dict() == other.to_dict() for other in others)  # the same batch, the same weights
     assert logged_steps(logger, "attention_validate/entropy/min") == [1, 3, 5]
 
 

@@ -61,6 +61,25 @@ def test_a_mode_is_on_in_capture_steps_alone() -> None:
     assert_clean(trainer, model)
 
 
+class SeesHooks(LanguageModel):
+    """Writes down how many hooks of the process are set in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.counts.append(len(torch.nn.modules.module._global_forward_hooks))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("statistics", "hooks"), [(None, 1), ("rank_residual", 1), (["entropy", "max_logit"], 0)])
+def test_a_hook_is_set_in_capture_steps_alone_and_where_states_are_asked_for(statistics: Any, hooks: int) -> None:
+    model = SeesHooks()
+    fit(model, AttentionMonitor(every_n_steps=3, statistics=statistics), steps=7)
+    assert model.counts == [hooks, 0, 0, hooks, 0, 0, hooks]
+
+
 class CountsOperations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -95,6 +95,19 @@ def test_a_compiled_model_is_seen_and_not_compiled_again(
     assert (counter.frame_count, counter.op_count) == (frames, operations)
 
 
+@pytest.mark.parametrize("compile_", CELLS, ids=lambda cell: cell.__name__)
+def test_torch_does_not_complain_of_a_hook_that_the_user_never_set(compile_: Compile) -> None:
+    """Statistics of hidden states take one hook for the process, of which compiled modules warn at every call."""
+    model = compile_(Stack().eval(), "eager")
+    observer = AttentionObserver(model, statistics="token_similarity", strict=True)
+    filters = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as said, observer:
+        model(torch.randn(2, 12, 32))
+    assert observer.snapshot().summary("token_similarity") is not None
+    assert not [warning for warning in said if "hook" in str(warning.message)]
+    assert warnings.filters == filters
+
+
 @pytest.mark.parametrize("first", ["watched", "plain"])
 def test_a_model_that_is_first_called_while_it_is_watched_is_compiled_later_without_the_watching(first: str) -> None:
     counter = torch._dynamo.testing.CompileCounter()

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor
 
 from lightning_attn import AttentionObserver
-from lightning_attn.statistics import RowBlock, RowMean, RowStatistic, known_statistics, register, registry, resolve
+from lightning_attn.statistics import (
+    Ratio,
+    RowBlock,
+    RowMean,
+    RowStatistic,
+    StateStatistic,
+    Tokens,
+    known_statistics,
+    register,
+    registry,
+    resolve,
+)
+from lightning_attn.statistics.registry import is_per_site
 
 NAMES = [
     "consensus_rate",
@@ -15,14 +27,19 @@ NAMES = [
     "entropy_without_sink",
     "hidden_row_share",
     "kl_to_uniform",
+    "leader_distance",
     "logit_std",
+    "massive_activation",
     "max_logit",
     "max_weight",
     "non_finite_share",
+    "rank_residual",
     "self_weight",
+    "similarity_contraction",
     "sink_rate",
     "sink_strength",
     "stable_rank",
+    "token_similarity",
 ]
 
 
@@ -55,6 +72,7 @@ def test_a_statistic_says_what_it_is(name: str) -> None:
     assert all((statistic.unit, statistic.range, statistic.uniform, statistic.reading, statistic.__doc__))
     assert statistic.over_heads in ("mean", "max")
     assert statistic.joined_by in ("mean", "max")
+    assert statistic.per in ("head", "site")
 
 
 @pytest.mark.parametrize("names", ["entropi", ["max_logit", "entropi"]])
@@ -139,3 +157,33 @@ def test_a_statistic_without_a_result_cannot_be_made() -> None:
 
     with pytest.raises(TypeError, match="result"):
         Unfinished(None)  # type: ignore[abstract, arg-type]
+
+
+class _Norm(StateStatistic):
+    name = "norm"
+    range = "≥ 0"
+    uniform = "any"
+    reading = "Mean square of the states that leave."
+
+    @classmethod
+    def result(cls, entering: Tokens, leaving: Tokens | None) -> Ratio:
+        assert leaving is not None
+        return Ratio(leaving.square_sum_B, leaving.count_B)
+
+
+def test_a_statistic_of_states_of_a_user_works_like_any_other(own_registry: None) -> None:
+    register(_Norm)
+    layer = torch.nn.MultiheadAttention(16, num_heads=4, batch_first=True)
+    observer = AttentionObserver(layer, statistics="norm")
+    tokens = torch.randn(2, 7, 16)
+    with observer:
+        output, _ = layer(tokens, tokens, tokens)
+    assert observer.snapshot()["(root)", "norm"] == pytest.approx([output.square().sum(-1).mean().item()])
+
+
+def test_a_statistic_of_sites_is_told_from_one_of_heads(own_registry: None) -> None:
+    assert not is_per_site("norm")
+    register(_Norm)
+    assert is_per_site("norm")
+    assert is_per_site("token_similarity")
+    assert not is_per_site("entropy")

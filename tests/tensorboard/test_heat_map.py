@@ -45,6 +45,17 @@ def test_any_number_of_sites_and_heads(sites: int, heads: int) -> None:
     assert picture.shape[1] > 20 * heads
 
 
+def test_a_statistic_of_sites_has_one_column_and_no_numbers_of_heads() -> None:
+    nan = float("nan")
+    values = [[0.1, nan, nan, nan], [0.9, nan, nan, nan]]
+    of_sites, of_heads = (heat_map(snapshot(values, name), name) for name in ("token_similarity", "entropy"))
+    cells, others = (picture[34 : 34 + 2 * 24] for picture in (of_sites, of_heads))
+    assert (225, 225, 225) not in colours(cells)
+    assert (225, 225, 225) in colours(others)
+    below = of_sites[34 + 2 * 24 :, : of_sites.shape[1] // 2]
+    assert colours(below) == {(255, 255, 255)}
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0.00"), (0.004, "0.00"), (0.457, "0.46"), (1.0, "1.0"), (-3.14, "-3.1"), (42.4, "42"), (1234.5, "1234"),

@@ -1,0 +1,34 @@
+"""Single entries of hidden states that are larger than all others by orders of magnitude."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_attn.statistics.registry import register
+from lightning_attn.statistics.state_statistic import StateStatistic
+from lightning_attn.statistics.statistic import Maximum
+from lightning_attn.statistics.tokens import Tokens
+
+
+@register
+class MassiveActivation(StateStatistic):
+    r"""The largest entry of the states that enter over their median: the largest of all sequences.
+
+    :math:`\max |h| / \operatorname{median} |h|` over all tokens and dimensions of a sequence. The criterion of Sun et
+    al. wants :math:`\max |h| > 100` besides, which depends on the scale of the model. The ratio says as well how far a
+    site is from it, and how it grows. With an even number of entries the median is the lower one.
+    """
+
+    name = "massive_activation"
+    range = "≥ 1"
+    uniform = "any"
+    reading = "Above 1000: massive activations, common in trained decoders that have sinks, and hard on low precision."
+    source = "Sun et al. 2024, arXiv:2402.17762"
+    over_heads = "max"
+    joined_by = "max"
+
+    @classmethod
+    def result(cls, entering: Tokens, leaving: Tokens | None) -> Maximum:
+        """The ratio of each sequence whose median is not zero."""
+        ratio_B = entering.largest_B / entering.median_magnitude_B
+        return Maximum(torch.where(entering.finite_B & ratio_B.isfinite(), ratio_B, -torch.inf))
