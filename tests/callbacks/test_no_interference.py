@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.utils.checkpoint
-from models import Encoder, LanguageModel, Trained, VisionTransformer, fit
+from models import HEADS, WIDTH, Attention, Encoder, LanguageModel, Trained, VisionTransformer, fit
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_attn import AttentionMonitor
 
@@ -68,23 +72,54 @@ class ReturnsNoneAtTimes(LanguageModel):
         return None if batch_idx % 3 == 1 else loss
 
 
-class Checkpointed(LanguageModel):
-    use_reentrant = False
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=self.use_reentrant)
-        return self.head(hidden)
-
-
-class CheckpointedReentrant(Checkpointed):
-    use_reentrant = True
-
-
-@pytest.mark.parametrize("model_class", [InDeviceContext, ReturnsNoneAtTimes, Checkpointed, CheckpointedReentrant])
+@pytest.mark.parametrize("model_class", [InDeviceContext, ReturnsNoneAtTimes])
 def test_in_awkward_training_steps(model_class: type[Trained]) -> None:
     assert_same_run(model_class, steps=12)
+
+
+class WrittenOut(Attention):
+    """The same attention in products and a softmax."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key, value = self.qkv(tokens).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = query @ key.mT * (WIDTH // HEADS) ** -0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        weights = functional.dropout(scores.masked_fill(later, -torch.inf).softmax(-1), 0.1, self.training)
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+
+class WrittenOutLanguageModel(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = WrittenOut(is_causal=True)
+
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default]
+CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
+    "none": lambda block, hidden: block(hidden),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("model_class", [LanguageModel, WrittenOutLanguageModel])
+def test_under_activation_checkpointing(model_class: type[LanguageModel], kind: str) -> None:
+    class Checkpointed(model_class):  # type: ignore[misc, valid-type]
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden = self.embedding(tokens)
+            for block in self.blocks:
+                hidden = CHECKPOINTS[kind](block, hidden)
+            return self.head(hidden)
+
+    monitor = assert_same_run(Checkpointed, steps=12)
+    assert len(monitor.history) == 12
+    assert monitor.snapshot is not None
+    assert monitor.snapshot.sites == ("blocks.0.attention", "blocks.1.attention")
 
 
 def test_inside_a_device_context_of_the_user() -> None:
