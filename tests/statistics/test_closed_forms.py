@@ -235,3 +235,57 @@ def test_entropy_of_sharp_rows_is_exact_to_five_digits(gap: float, largest: int)
     call = AttentionCall("site", query, key, None, 1.0, Visibility(), self_attention=False)
     (found,) = measure(call, resolve("entropy"))["entropy"].or_nan.tolist()
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n", "expected"),
+    [
+        (uniform, 64, 1),
+        (all_on_the_first_key, 64, 1),
+        (identity, 64, 0),
+        (uniform_causal, 16, 0.4414),
+        (uniform_causal, 64, 0.3656),
+        (uniform_causal, 128, 0.3346),
+        (uniform_causal, 1024, 0.2612),
+        (uniform, 300, 1),
+        (identity, 300, 0),
+        (previous_token, 300, 1 - math.sqrt(1 / 2)),
+    ],
+)
+def test_spectral_gap(pattern: Callable[[int], AttentionCall], n: int, expected: float) -> None:
+    assert statistic("spectral_gap", pattern(n)) == pytest.approx(expected, abs=1e-3 if n > 128 else 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 300), (300, 1)])
+def test_a_single_row_or_column_has_no_spectral_gap(shape: tuple[int, int]) -> None:
+    call = AttentionCall("site", *(torch.randn(1, 1, n, 4) for n in shape), None, 1.0, Visibility(), False)
+    assert math.isnan(statistic("spectral_gap", call))
+    assert statistic("stable_rank", call) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(16, 0.6554), (32, 0.4336), (64, 0.2704)])
+def test_position_concentration_of_uniform_causal_attention(n: int, expected: float) -> None:
+    assert statistic("position_concentration", uniform_causal(n)) == pytest.approx(expected, abs=5e-5)
+    assert statistic("uniform_position_concentration", all_on_the_first_key(n)) == pytest.approx(expected, abs=5e-5)
+    assert statistic("position_concentration", all_on_the_first_key(n)) == 1
+
+
+def test_attention_distance() -> None:
+    for call in (uniform(), uniform_causal(), windows()):
+        assert statistic("attention_distance", call) == pytest.approx(1, rel=1e-6)
+    assert math.isnan(statistic("attention_distance", identity()))  # nothing else can be seen
+    # Uniform causal attention has i / 2 in row i.
+    assert statistic("attention_distance", all_on_the_first_key()) == pytest.approx(2, rel=1e-6)
+    assert statistic("attention_distance", previous_token()) == pytest.approx((N - 1) / (N * (N - 1) / 4), rel=1e-6)
+
+
+@pytest.mark.parametrize("call", [uniform(), uniform_causal(), windows()], ids=["everything", "causal", "window"])
+def test_uniform_attention_is_balanced_under_any_mask(call: AttentionCall) -> None:
+    assert statistic("marginal_gap", call) == pytest.approx(0, abs=1e-6)
+
+
+def test_marginal_gap_of_a_sink() -> None:
+    """All weight on a key that would receive 1 / n, or H_n / n where causality gives it more already."""
+    full = of_logits(200.0 * (torch.arange(N) == 0).expand(N, N))
+    assert statistic("marginal_gap", full) == pytest.approx(1 - 1 / N, rel=1e-6)
+    assert statistic("marginal_gap", all_on_the_first_key()) == pytest.approx(1 - harmonic(N) / N, rel=1e-6)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
 from lightning_attn.statistics import RowStatistic, known_statistics, measure, resolve
-from lightning_attn.statistics.row_pass import passes
+from lightning_attn.statistics.row_pass import WRITTEN_BYTES, passes
 
 B, K, GROUP, N = 2, 2, 2, 18
 ONE_ROW, ONE_BLOCK = 4, 2**30
@@ -154,9 +154,9 @@ def allocations() -> Iterator[_Allocations]:
         yield counted
 
 
-def long_attention(n: int, visibility: Visibility) -> AttentionCall:
-    query, key = torch.randn(2, 1, 1, n, 16)
-    return AttentionCall("attention", query, key, None, 0.25, visibility, self_attention=True)
+def long_attention(n: int, visibility: Visibility, sequences: int = 1) -> AttentionCall:
+    query, key, value = torch.randn(3, sequences, 1, n, 16)
+    return AttentionCall("attention", query, key, value, 0.25, visibility, self_attention=True)
 
 
 def test_memory_is_bounded_at_a_length_of_4096() -> None:
@@ -179,3 +179,28 @@ def test_memory_hardly_grows_with_the_length() -> None:
         most.append(counted.most)
     its_own = 2 * 4 * 16 * 4096  # queries and keys in float32
     assert most[1] <= 1.2 * most[0] + its_own
+
+
+def test_memory_is_bounded_where_sequences_are_compared() -> None:
+    """All sequences of a head are in a pass, and beside the three blocks there is one in which diagonals are added."""
+    block_bytes, n, sequences = 2**20, 2048, 4
+    call = long_attention(n, Visibility(0), sequences)
+    with allocations() as counted:
+        measure(call, resolve(NOT_SPECTRAL), block_bytes=block_bytes)
+    its_own = 6 * 4 * 16 * n * sequences  # queries, keys and values in float32, and the latter in float64
+    assert counted.largest <= max(1.1 * block_bytes, its_own)
+    assert counted.most <= 10 * block_bytes + its_own
+
+
+@pytest.mark.parametrize("visibility", [Visibility(), Visibility(0)], ids=["everything", "causal"])
+def test_weights_of_one_head_at_a_time_are_written_down(visibility: Visibility) -> None:
+    """A group of four heads that would be four times as large together."""
+    n, block_bytes = 1500, 2**20
+    query, key = torch.randn(1, 4, n, 16), torch.randn(1, 1, n, 16)
+    call = AttentionCall("attention", query, key, None, 0.25, visibility, self_attention=True)
+    with allocations() as counted:
+        measure(call, resolve(["stable_rank", "spectral_gap", "consensus_rate"]), block_bytes=block_bytes)
+    assert 4 * 4 * n * n > WRITTEN_BYTES
+    subspace = 4 * n * 8 * 30
+    assert counted.largest <= max(block_bytes, subspace)
+    assert counted.most <= WRITTEN_BYTES + 10 * block_bytes + 4 * subspace

@@ -1,0 +1,124 @@
+"""What the patterns of different sequences have in common."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_attn import AttentionCall
+from lightning_attn.capture import Visibility
+from lightning_attn.statistics import measure, resolve
+from lightning_attn.statistics.template import Diagonals
+
+B, H, N = 8, 128, 16
+
+
+def of_logits(logits_BHNN: Tensor, causal: bool = False, mask: Tensor | None = None) -> AttentionCall:
+    sequences, heads, queries, keys = logits_BHNN.shape
+    query, key = (torch.zeros(sequences, heads, n, 1) for n in (queries, keys))
+    return AttentionCall("site", query, key, None, 1.0, Visibility(0 if causal else None, mask, logits_BHNN), True)
+
+
+def share(name: str, call: AttentionCall) -> float:
+    """Over all heads, which are so many draws of the same."""
+    numerator, denominator = measure(call, resolve(name))[name]
+    return float(numerator.sum() / denominator.sum())
+
+
+def position(sequences: int = B) -> Tensor:
+    return torch.randn(1, H, N, N).expand(sequences, -1, -1, -1)
+
+
+def content(sequences: int = B) -> Tensor:
+    return torch.randn(sequences, H, N, N)
+
+
+def distance() -> Tensor:
+    """Logits that depend on i - j alone."""
+    tokens = torch.arange(N)
+    return torch.randn(1, H, 2 * N)[..., tokens[:, None] - tokens + N].expand(B, -1, -1, -1)
+
+
+everything_or_causal = pytest.mark.parametrize("causal", [False, True], ids=["everything", "causal"])
+
+
+@everything_or_causal
+@pytest.mark.parametrize("sequences", [2, 3, 8])
+def test_position_alone(sequences: int, causal: bool) -> None:
+    call = of_logits(position(sequences), causal)
+    assert share("positional_share", call) == pytest.approx(1, abs=1e-6)
+
+
+@everything_or_causal
+@pytest.mark.parametrize("sequences", [2, 3, 8])
+@pytest.mark.parametrize("name", ["positional_share", "toeplitz_share"])
+def test_content_alone_has_no_share_however_few_the_sequences(name: str, sequences: int, causal: bool) -> None:
+    """The share of the mean pattern, uncorrected, would be 1 over the number of sequences."""
+    assert share(name, of_logits(content(sequences), causal)) == pytest.approx(0, abs=0.02)
+
+
+def test_half_of_each() -> None:
+    """Weights that are the mean of a positional pattern's and a content pattern's, both of the same strength: the mean
+    pattern has half of the squares, the sum of which is less by the share that either shares with the other."""
+    weights = (position().softmax(-1) + content().softmax(-1)) / 2
+    assert share("positional_share", of_logits(weights.log())) == pytest.approx(0.5, abs=0.02)
+    logits = (position() + content()) / math.sqrt(2)
+    assert share("positional_share", of_logits(logits)) == pytest.approx(0.4, abs=0.03)
+
+
+@everything_or_causal
+def test_distance_alone(causal: bool) -> None:
+    """Rows are normalised, and causal rows over fewer keys, so that weights depend on a little more than distance."""
+    tokens = torch.arange(N)
+    sharp = 30.0 * (tokens == (tokens[:, None] - 1).clamp(min=0)).expand(B, H, -1, -1)
+    assert share("toeplitz_share", of_logits(sharp, causal)) > 0.9
+    assert share("toeplitz_share", of_logits(distance(), causal)) > 0.4
+    assert share("toeplitz_share", of_logits(position(), causal)) < 0.15
+
+
+@everything_or_causal
+def test_a_circulant_pattern_without_a_sink_is_all_distance(causal: bool) -> None:
+    """The first key is hidden, so that the second is the sink; all that is left depends on the distance."""
+    call = of_logits(distance(), mask=torch.ones(N, N).tril(1).triu(-1).bool()[None, None])
+    assert share("positional_share", call) == pytest.approx(1, abs=1e-6)
+    assert 0.5 < share("toeplitz_share", call) < 1
+
+
+@pytest.mark.parametrize("sink", [3.0, 30.0, 60.0])
+def test_a_sink_does_not_change_the_share_of_distance(sink: float) -> None:
+    logits = distance() + content()
+    with_sink = logits + sink * (torch.arange(N) == 0)
+    expected = share("toeplitz_share", of_logits(logits))
+    assert share("toeplitz_share", of_logits(with_sink)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["positional_share", "toeplitz_share"])
+def test_absent_of_one_sequence_and_of_uniform_attention(name: str) -> None:
+    for call in (of_logits(content(1)), of_logits(torch.zeros(B, H, N, N)), of_logits(torch.zeros(B, H, N, N), True)):
+        assert measure(call, resolve(name))[name].denominator.tolist() == [0] * H
+
+
+def test_rounding_is_no_pattern() -> None:
+    """All tokens alike: products of equal numbers, which may differ in their last digit."""
+    token = torch.randn(1, H, 1, 24).expand(B, -1, N, -1) * 3
+    call = AttentionCall("site", token, token, None, 0.2, Visibility(0), True)
+    assert measure(call, resolve("positional_share"))["positional_share"].denominator.tolist() == [0] * H
+
+
+def test_only_sequences_that_have_the_row_are_compared() -> None:
+    """The third sequence is padding, so that there are pairs of the first two alone."""
+    call = of_logits(position(3), mask=torch.tensor([True, True, False]).view(3, 1, 1, 1))
+    assert share("positional_share", call) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (4, 3), (3, 7), (5, 5)])
+def test_sums_along_diagonals(shape: tuple[int, int]) -> None:
+    rows, keys = shape
+    memory = Diagonals((2, 3), 5, 7, torch.device("cpu"))
+    matrix = torch.randn(2, 3, rows, keys)
+    memory.matrix(rows, keys).copy_(matrix)
+    expected = [matrix.diagonal(k, dim1=-2, dim2=-1).sum(-1) for k in range(-rows + 1, keys)]
+    torch.testing.assert_close(memory.sums(rows, keys), torch.stack(expected, dim=-1))
