@@ -47,7 +47,20 @@ OF_ROWS = {name: statistic for name, statistic in known_statistics().items() if 
 SPECTRAL = [name for name, statistic in OF_ROWS.items() if statistic.is_spectral]
 NOT_SPECTRAL = [name for name in ALL if name not in SPECTRAL]
 SECOND_WALK = ["entropy_without_sink"]  # which key to leave out is known only when all rows were seen
-ONE_PASS = [name for name in OF_ROWS if name not in SPECTRAL + SECOND_WALK]
+SINGULAR = ["spectral_gap", "stable_rank"]  # one iteration for both
+#: Those that have dense formulas here to be compared with.
+ONE_PASS = [
+    "entropy",
+    "hidden_row_share",
+    "kl_to_uniform",
+    "logit_std",
+    "max_logit",
+    "max_weight",
+    "non_finite_share",
+    "self_weight",
+    "sink_rate",
+    "sink_strength",
+]
 
 HEADS, WIDTH = 8, 64
 SHARP = 50.0  # heads of a run that is lost: most weights are too small for float32, which must not make them slow
@@ -343,8 +356,6 @@ def dense_formulas(call: AttentionCall) -> dict[str, Tensor]:
     centred_BHNM = visible_logits_BHNM - visible_logits_BHNM.sum(-1, keepdim=True) / count_N[:, None]
     variance_BHN = centred_BHNM.square().masked_fill(~visible_NM, 0).sum(-1) / count_N
     diagonal_BHN = weights_BHNM.diagonal(dim1=-2, dim2=-1)
-    looks_ahead = bool(visible_NM.triu(1).any())
-    consensus_BH = 1 - diagonal_BHN[..., 1:].amax(-1)
 
     def over_rows(values_BHN: Tensor, counted_N: Tensor = several_N) -> Tensor:
         return values_BHN[..., counted_N].mean((0, 2))
@@ -358,7 +369,6 @@ def dense_formulas(call: AttentionCall) -> dict[str, Tensor]:
         "sink_strength": over_rows(weights_BHNM[..., 0], torch.arange(call.queries) > 0),
         "sink_rate": (weights_BHNM.mean(-2)[..., 0] > 0.3).float().mean(0),
         "self_weight": over_rows(diagonal_BHN, count_N >= 1),
-        "consensus_rate": consensus_BH.mean(0) * (torch.nan if looks_ahead else 1),
         "non_finite_share": over_rows((~logits_BHNM.isfinite().all(-1)).float(), count_N >= 1),
         "hidden_row_share": over_rows((count_N == 0).expand_as(entropy_BHN).float(), count_N >= 0),
     }
@@ -391,7 +401,7 @@ def call_rows(effort: Effort) -> Iterator[Row]:
             yield from one_pass_rows(random_call(sequences, tokens, causal), effort)
     yield sharp_row(effort)
     for causal in (True, False):
-        yield spectral_row(random_call(1, 1024, causal), effort)
+        yield from spectral_rows(random_call(1, 2048, causal), effort)
 
 
 def one_pass_rows(call: AttentionCall, effort: Effort) -> Iterator[Row]:
@@ -400,11 +410,13 @@ def one_pass_rows(call: AttentionCall, effort: Effort) -> Iterator[Row]:
     ways = {
         "one pass": lambda: statistics_of(call, ONE_PASS),
         "two walks": lambda: statistics_of(call, ONE_PASS + SECOND_WALK),
+        "not spectral": lambda: statistics_of(call, NOT_SPECTRAL),
         "dense": lambda: dense_formulas(call),
     }
     found = _ratios_of_call(call, ways, effort)
     yield found["one pass"].row("one-pass statistics of a call", setting, "fused forward", goal(3))
     yield found["two walks"].row(f"one-pass statistics and {code(SECOND_WALK)}", setting, "fused forward")
+    yield found["not spectral"].row("all but spectral statistics", setting, "fused forward")
     yield found["dense"].row("one-pass statistics by dense formulas", setting, "fused forward")
 
 
@@ -416,11 +428,16 @@ def sharp_row(effort: Effort) -> Row:
     return found["one pass"].row("one-pass statistics of a call", setting, "fused forward", goal(3))
 
 
-def spectral_row(call: AttentionCall, effort: Effort) -> Row:
+def spectral_rows(call: AttentionCall, effort: Effort) -> Iterator[Row]:
     setting = described(call)
     progress(f"spectral statistics of one call ({setting})")
-    found = _ratios_of_call(call, {"spectral": lambda: statistics_of(call, SPECTRAL)}, effort)
-    return found["spectral"].row(f"{code(SPECTRAL)} of a call", setting, "fused forward")
+    ways = {
+        "singular values": lambda: statistics_of(call, SINGULAR),
+        "spectral": lambda: statistics_of(call, SPECTRAL),
+    }
+    found = _ratios_of_call(call, ways, effort)
+    yield found["singular values"].row(f"{code(SINGULAR)} of a call", setting, "fused forward", goal(16))
+    yield found["spectral"].row(f"{code(SPECTRAL)} of a call", setting, "fused forward")
 
 
 def _ratios_of_call(call: AttentionCall, others: dict[str, Callable[[], object]], effort: Effort) -> dict[str, Ratio]:

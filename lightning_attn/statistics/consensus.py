@@ -24,7 +24,10 @@ class ConsensusRate(RowStatistic):
     name = "consensus_rate"
     range = "0 … 1"
     uniform = "1; causal: 1/2"
-    reading = "1: one step of this head makes all tokens equal; 0: some token never listens to the others."
+    reading = (
+        "1: one step of this head makes all tokens equal; 0: some token never listens to the others. "
+        "To 0.01 where heads look ahead at more than 128 tokens."
+    )
     source = "Rodríguez Abella et al. 2025 (ICML); Wu et al. 2025, arXiv:2502.01951"
     is_spectral = True
 
