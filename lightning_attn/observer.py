@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -11,22 +12,24 @@ from torch import nn
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture, Compiled
 from lightning_attn.capture.isolation import compiled_modules
-from lightning_attn.capture.reader import UnreadableError
 from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.states import HiddenStates
 from lightning_attn.distributed import RankReduction, is_rank_zero
+from lightning_attn.findings import Findings
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.statistics.measure import Sums, measure
-from lightning_attn.statistics.state_statistic import add_states
+from lightning_attn.statistics.joint import SmallCalls
+from lightning_attn.statistics.measure import measure
+from lightning_attn.statistics.state_statistic import StateSums, measure_states
 
 
 class AttentionObserver:
     """Watches the attention of a model while a `with` block runs, and gives its statistics.
 
-    The statistics of a call are computed when it happens, and nothing of it is kept but a few sums per head. Several
-    calls of a site, in one block or in several, add up until `snapshot` is asked for.
+    The statistics of a call are computed when it happens, and nothing of it is kept but a few sums per head; those of
+    small calls are computed together, when a few megabytes of them have come or `snapshot` is asked for. Several calls
+    of a site, in one block or in several, add up until then.
 
     Args:
         model: the model to be watched; it is not changed.
@@ -71,9 +74,8 @@ class AttentionObserver:
         self.model = model
         self._device = device
         self._capture: Capture | None = None
-        self._sites: dict[str, None] = {}  # in the order in which they ran
-        self._sums: dict[str, Sums] = {}
-        self._loops: dict[str, _LoopOverHeads] = {}
+        self._findings = Findings()
+        self._small: SmallCalls | None = None
         self._saw_attention = False
         self._faults = SiteFaults()
         #: Joins the ranks' sums with every snapshot.
@@ -84,6 +86,8 @@ class AttentionObserver:
             raise RuntimeError("This observer is watching already; leave its `with` block first.")
         if self._leaves_out():
             return self
+        if self._small is None and not self.request.strict:  # a fault is to be raised where it happens
+            self._small = SmallCalls(self.request.statistics, self.request.spectral_sequences)
         self._capture = Capture(
             self.model,
             self._take,
@@ -113,12 +117,11 @@ class AttentionObserver:
         Args:
             step: the optimiser step, which the snapshot carries.
         """
-        for site in list(self._loops):
-            try:
-                self._end_loop(site)
-            except UnreadableError as error:
-                self._faults.report(site, error)
-        found = {site: self._sums[site] for site in self._sites if site in self._sums}
+        self._measure_small()
+        for site in self._findings.sites_in_loops:
+            with self._reporting(site):
+                self._findings.end_loop(site)
+        found = self._findings.all()
         self.forget()
         sums = self.reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
         if not (sums or self._faults.reported or self._saw_attention):
@@ -130,7 +133,8 @@ class AttentionObserver:
 
     def forget(self) -> None:
         """Drop what was seen since the last snapshot."""
-        self._sites, self._sums, self._loops = {}, {}, {}
+        self._findings = Findings()
+        self._small = None
 
     def _leaves_out(self) -> bool:
         """Whether the model is compiled and compiled models are not to be watched, which is said once."""
@@ -148,50 +152,46 @@ class AttentionObserver:
         return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
     def _take(self, call: AttentionCall) -> None:
-        self._sites.setdefault(call.site)
-        found = measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
-        loop = self._loops.get(call.site)
-        if loop is not None and loop.goes_on_with(call):
-            loop.heads.append(found)
+        self._findings.meet(call.site)
+        if self._small is not None and self._small.take(call):
+            if self._small.is_full:
+                self._measure_small()
             return
-        self._end_loop(call.site)
-        if call.heads == 1:
-            self._loops[call.site] = _LoopOverHeads(call, [found])
-        else:
-            self._add(call.site, found)
-
-    def _end_loop(self, site: str) -> None:
-        loop = self._loops.pop(site, None)
-        if loop is not None:
-            self._add(site, Sums.side_by_side(loop.heads))
-
-    def _add(self, site: str, found: Sums) -> None:
-        known = self._sums.get(site)
-        if known is not None and known.heads != found.heads:
-            raise UnreadableError(
-                f"it ran with {known.heads} heads and again with {found.heads} before one snapshot, "
-                "so that the heads of its calls cannot be matched"
-            )
-        self._sums[site] = found if known is None else known.joined(found)
+        self._findings.add(
+            call, measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
+        )
 
     def _take_states(self, states: HiddenStates) -> None:
-        self._end_loop(states.site)  # the module has returned
-        known = self._sums.get(states.site)
+        if self._small is not None and self._small.take_states(states):
+            if self._small.is_full:
+                self._measure_small()
+            return
+        self._measure_small()  # what was found of the module's calls comes before its states
+        self._add_states(states, measure_states(states, self.request.statistics))
+
+    def _add_states(self, states: HiddenStates, found: StateSums) -> None:
+        self._findings.end_loop(states.site)  # the module has returned
+        known = self._findings.of(states.site)
         if known is not None:  # nobody took a snapshot in the middle of the module
-            add_states(known, states)
+            found.add_to(known)
 
+    def _measure_small(self) -> None:
+        if self._small is None:
+            return
+        for call, found in self._small.measured():
+            with self._reporting(call.site):
+                self._findings.add(call, found())
+        for states, found_of_states in self._small.measured_states():
+            with self._reporting(states.site):
+                self._add_states(states, found_of_states())
 
-class _LoopOverHeads:
-    """Calls of one head each that one forward pass of a site makes one after the other: a loop over its heads."""
-
-    def __init__(self, call: AttentionCall, heads: list[Sums]) -> None:
-        self._shape = self._shape_of(call)
-        self.heads = heads
-
-    def goes_on_with(self, call: AttentionCall) -> bool:
-        """Whether a call is that of the next head."""
-        return self._shape_of(call) == self._shape
-
-    @staticmethod
-    def _shape_of(call: AttentionCall) -> tuple[int | None, ...]:
-        return call.forward, call.sequences, call.heads, call.queries, call.keys
+    @contextmanager
+    def _reporting(self, site: str) -> Iterator[None]:
+        """Report a fault at a site where no forward pass is in its way any more."""
+        try:
+            yield
+        except Exception as error:
+            if self.request.strict:
+                raise
+            if site not in self._faults.quiet:
+                self._faults.report(site, error)

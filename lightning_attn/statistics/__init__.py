@@ -4,7 +4,7 @@ from lightning_attn.statistics.measure import measure
 from lightning_attn.statistics.registry import known_statistics, register, resolve
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.state_statistic import StateStatistic, add_states
+from lightning_attn.statistics.state_statistic import StateStatistic, measure_states
 from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStatistic, Statistic
 from lightning_attn.statistics.tokens import Tokens
 
@@ -18,9 +18,9 @@ __all__ = [
     "StateStatistic",
     "Statistic",
     "Tokens",
-    "add_states",
     "known_statistics",
     "measure",
+    "measure_states",
     "register",
     "resolve",
 ]

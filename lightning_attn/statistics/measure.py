@@ -75,6 +75,15 @@ class Sums(Mapping[str, Ratio | Maximum]):
         ratios_S2H = torch.cat([part.ratios_S2H for part in parts], dim=-1)
         return cls(parts[0].statistics, ratios_S2H, torch.cat([part.maxima_XH for part in parts], dim=-1))
 
+    def divided(self, heads: Sequence[int]) -> list[Sums]:
+        """The sums of sites whose heads were measured as those of one.
+
+        Args:
+            heads: how many heads each of them has.
+        """
+        of_ratios, of_maxima = self.ratios_S2H.split(list(heads), dim=-1), self.maxima_XH.split(list(heads), dim=-1)
+        return [Sums(self.statistics, *part) for part in zip(of_ratios, of_maxima, strict=True)]
+
     def add(self, found: Mapping[str, Ratio | Maximum], heads: slice) -> None:
         """Add what was found, of shape (B, H), for some heads."""
         ratios = {name: sums for name, sums in found.items() if isinstance(sums, Ratio)}

@@ -5,6 +5,8 @@ Shape suffixes as in `lightning_attn.statistics.row_block`.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ class PositionConcentration(RowStatistic):
     uniform = "`uniform_position_concentration`"
     reading = "1: the head looks at the beginning only. Short sequences consist of it: compare with the uniform one."
 
-    gathered: type[ReceivedWeight] = ReceivedWeight
+    gathered: ClassVar[type[ReceivedWeight]] = ReceivedWeight
 
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)
@@ -120,7 +122,7 @@ def distances(matrix_BHRM: Tensor, start: int, stop: int) -> Tensor:
     near_BHRM = matrix_BHRM[..., start:stop]
     distance_BHR = (near_BHRM * (row_R[:, None] - key_M[start:stop]).abs()).sum(-1)
     if start > 0 or stop < keys:
-        sign_M = (key_M < 0).float() - (key_M >= len(row_R)).float()
-        outside_BHR2 = matrix_BHRM @ torch.stack([-key_M * (key_M < 0) + key_M * (key_M >= len(row_R)), sign_M], dim=-1)
+        side_M = (key_M < 0).float() - (key_M >= stop - start).float()
+        outside_BHR2 = matrix_BHRM @ torch.stack([-key_M * side_M, side_M], dim=-1)
         distance_BHR = distance_BHR + outside_BHR2[..., 0] + row_R * outside_BHR2[..., 1]
     return distance_BHR

@@ -30,6 +30,11 @@ _WRITTEN_ROWS = 128
 _Result = TypeVar("_Result")
 
 
+def default_block_bytes(device: torch.device) -> int:
+    """The memory that a block should take on a device."""
+    return BLOCK_BYTES.get(device.type, BLOCK_BYTES_ELSEWHERE)
+
+
 @dataclass(frozen=True)
 class RowPass:
     """Some sequences and heads of a call, small enough to be walked over in blocks of rows.
@@ -193,7 +198,7 @@ def passes(
         Passes that together cover every sequence and head once, ordered by sequence and then by head.
     """
     if block_bytes is None:
-        block_bytes = BLOCK_BYTES.get(call.query.device.type, BLOCK_BYTES_ELSEWHERE)
+        block_bytes = default_block_bytes(call.query.device)
     elements = block_bytes // 4
     if whole_matrices and call.queries * call.keys <= WRITTEN_BYTES // 4:
         yield from _written_passes(call, elements)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lightning_attn import AttentionObserver
 from lightning_attn.capture import HiddenStates
-from lightning_attn.statistics import StateStatistic, add_states, known_statistics, resolve
+from lightning_attn.statistics import StateStatistic, known_statistics, measure_states, resolve
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.median import lower_median
 
@@ -31,7 +31,7 @@ def values(
 ) -> dict[str, float]:
     """Every statistic of a site with three heads; NaN where it is absent."""
     sums = Sums.nothing(STATISTICS, 3, torch.device("cpu"))
-    add_states(sums, HiddenStates("site", entering, leaving, real), block_bytes)
+    measure_states(HiddenStates("site", entering, leaving, real), sums.statistics, block_bytes).add_to(sums)
     assert all(found.or_nan[1:].isnan().all() for found in sums.values()), "something stands at another head"
     return {name: float(found.or_nan[0]) for name, found in sums.items()}
 
@@ -244,7 +244,9 @@ def test_sequences_add_up() -> None:
     entering, leaving = torch.randn(3, 6, 4), torch.randn(3, 6, 5)
     sums = Sums.nothing(STATISTICS, 2, torch.device("cpu"))
     for one in range(3):
-        add_states(sums, HiddenStates("site", entering[one : one + 1], leaving[one : one + 1], None))
+        measure_states(
+            HiddenStates("site", entering[one : one + 1], leaving[one : one + 1], None), sums.statistics
+        ).add_to(sums)
     found = {name: float(sums[name].or_nan[0]) for name in NAMES}
     assert found == pytest.approx(values(entering, leaving), rel=1e-12)
 
@@ -340,5 +342,5 @@ def test_memory_is_that_of_a_block() -> None:
     states = torch.randn(2, 4096, 64)
     block_bytes = 2**17
     with Sizes():
-        add_states(sums, HiddenStates("site", states, states, None), block_bytes)
+        measure_states(HiddenStates("site", states, states, None), sums.statistics, block_bytes).add_to(sums)
     assert max(sizes) <= block_bytes < states.untyped_storage().nbytes() / 8

@@ -1,0 +1,222 @@
+"""Measuring small calls of equal shape as one.
+
+What a small call costs is the number of operations, whatever their size: a layer of a small model takes nearly as long
+to measure as all its layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.isolation import isolated
+from lightning_attn.capture.states import HiddenStates
+from lightning_attn.statistics.measure import Sums, measure
+from lightning_attn.statistics.row_pass import default_block_bytes
+from lightning_attn.statistics.state_statistic import StateSums, measure_states
+from lightning_attn.statistics.statistic import Statistic
+
+#: What takes at most this part of a block is small, and what takes a whole block together is measured.
+_PARTS_OF_A_BLOCK = 8
+
+_Held = TypeVar("_Held", AttentionCall, HiddenStates)
+_Found = TypeVar("_Found", Sums, StateSums)
+
+
+class SmallCalls:
+    """Small calls and hidden states, copied, until they are measured: together no more than a block or two.
+
+    Args:
+        statistics: which statistics.
+        spectral_sequences: how many sequences the spectral ones are taken of; ``None`` for all.
+    """
+
+    def __init__(self, statistics: Sequence[type[Statistic]], spectral_sequences: int | None) -> None:
+        self._statistics = statistics
+        self._spectral_sequences = spectral_sequences
+        self._calls: list[AttentionCall] = []
+        self._states: list[HiddenStates] = []
+        self._masks: dict[Hashable, Tensor] = {}
+        self._bytes = 0
+
+    def take(self, call: AttentionCall) -> bool:
+        """Take a call if it is small; whether it was taken."""
+        if call.logit_matrix is not None or call.score_rule is not None or call.visibility.rule is not None:
+            return False
+        tensors = [tensor for tensor in (call.query, call.key, call.value) if tensor is not None]
+        matrices = 4 * call.sequences * call.heads * call.queries * call.keys
+        if not self._has_room(matrices + sum(map(_bytes, tensors)), call.query.device):
+            return False
+        visibility = replace(
+            call.visibility, mask=self._one_of_each(call.visibility.mask), bias=self._one_of_each(call.visibility.bias)
+        )
+        sinks = call.sink_logits
+        self._calls.append(
+            replace(
+                call,
+                query=call.query.clone(),
+                key=call.key.clone(),
+                value=None if call.value is None else call.value.clone(),
+                visibility=visibility,
+                sink_logits=None if sinks is None else sinks.clone(),
+            )
+        )
+        return True
+
+    def take_states(self, states: HiddenStates) -> bool:
+        """Take hidden states if they are small; whether they were taken."""
+        tensors = [states.entering] if states.leaving is None else [states.entering, states.leaving]
+        if not self._has_room(sum(map(_bytes, tensors)), states.entering.device):
+            return False
+        leaving = None if states.leaving is None else states.leaving.clone()
+        self._states.append(replace(states, entering=states.entering.clone(), leaving=leaving))
+        return True
+
+    def measured(self) -> Iterator[tuple[AttentionCall, Callable[[], Sums]]]:
+        """The calls in the order in which they came, each with its sums, or what raises the fault that it met."""
+        calls, self._calls = self._calls, []
+        self._masks, self._bytes = {}, 0
+
+        def one(call: AttentionCall) -> Sums:
+            with isolated(call.query.device):
+                return measure(call, self._statistics, spectral_sequences=self._spectral_sequences)
+
+        def several(group: list[AttentionCall]) -> list[Sums]:
+            return one(_side_by_side(group)).divided([call.heads for call in group])
+
+        return _in_groups(calls, _shape, one, several)
+
+    def measured_states(self) -> Iterator[tuple[HiddenStates, Callable[[], StateSums]]]:
+        """The states in the order in which they came, each with its sums, or what raises the fault that it met."""
+        held, self._states = self._states, []
+
+        def one(states: HiddenStates) -> StateSums:
+            with isolated(states.entering.device):
+                return measure_states(states, self._statistics)
+
+        def several(group: list[HiddenStates]) -> list[StateSums]:
+            return one(_one_after_the_other(group)).divided([len(states.entering) for states in group])
+
+        return _in_groups(held, _shape_of_states, one, several)
+
+    def _has_room(self, more: int, device: torch.device) -> bool:
+        block_bytes = default_block_bytes(device)
+        if more > block_bytes // _PARTS_OF_A_BLOCK:
+            return False
+        self._bytes += more
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to measure them."""
+        device = (self._calls[0].query if self._calls else self._states[0].entering).device
+        return self._bytes >= default_block_bytes(device)
+
+    def _one_of_each(self, mask: Tensor | None) -> Tensor | None:
+        """A copy of a mask, the same for all calls that have the same one."""
+        if mask is None:
+            return None
+        version = 0 if mask.is_inference() else mask._version
+        place = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, version)
+        known = self._masks.get(place)
+        if known is None:
+            known = self._masks[place] = mask.clone()
+        return known
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _in_groups(
+    held: list[_Held],
+    shape: Callable[[_Held], Hashable],
+    one: Callable[[_Held], _Found],
+    several: Callable[[list[_Held]], list[_Found]],
+) -> Iterator[tuple[_Held, Callable[[], _Found]]]:
+    """Measure those of equal shape together, and one by one if that fails: then each has its own fault."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, item in enumerate(held):
+        groups.setdefault(shape(item), []).append(number)
+    found: dict[int, _Found] = {}
+    for numbers in groups.values():
+        if len(numbers) > 1:
+            try:
+                found.update(zip(numbers, several([held[number] for number in numbers]), strict=True))
+            except Exception:
+                continue
+    for number, item in enumerate(held):
+        yield item, partial(found.__getitem__, number) if number in found else partial(one, item)
+
+
+def _shape(call: AttentionCall) -> Hashable:
+    """Calls for which this is equal can be joined along their heads."""
+    visibility, value = call.visibility, call.value
+    of_masks = tuple(
+        None if mask is None else id(mask) if mask.shape[1] == 1 else object()
+        for mask in (visibility.mask, visibility.bias)
+    )
+    return (
+        call.query.shape,
+        call.key.shape,
+        None if value is None else value.shape,
+        call.query.dtype,
+        call.query.device,
+        call.scale,
+        visibility.causal_offset,
+        of_masks,
+        call.self_attention,
+        call.soft_cap,
+        call.sink_logits is None,
+    )
+
+
+def _side_by_side(calls: list[AttentionCall]) -> AttentionCall:
+    def joined(tensors: list[Tensor | None], axis: int) -> Tensor | None:
+        there = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(there, dim=axis) if there else None
+
+    return replace(
+        calls[0],
+        query=torch.cat([call.query for call in calls], dim=1),
+        key=torch.cat([call.key for call in calls], dim=1),
+        value=joined([call.value for call in calls], axis=1),
+        sink_logits=joined([call.sink_logits for call in calls], axis=0),
+    )
+
+
+def _shape_of_states(states: HiddenStates) -> Hashable:
+    """States for which this is equal can be joined along their sequences."""
+    leaving = states.leaving
+    return (
+        states.entering.shape,
+        states.entering.dtype,
+        states.entering.device,
+        None if leaving is None else (leaving.shape, leaving.dtype, leaving.device),
+    )
+
+
+def _one_after_the_other(group: list[HiddenStates]) -> HiddenStates:
+    leaving = [states.leaving for states in group if states.leaving is not None]
+    real: Tensor | None = None
+    if any(states.real is not None for states in group):
+        real = torch.cat(
+            [
+                (torch.ones(1, 1, dtype=torch.bool) if states.real is None else states.real)
+                .to(states.entering.device)
+                .expand(states.entering.shape[:2])
+                for states in group
+            ]
+        )
+    return HiddenStates(
+        site=group[0].site,
+        entering=torch.cat([states.entering for states in group]),
+        leaving=torch.cat(leaving) if leaving else None,
+        real=real,
+    )
