@@ -47,14 +47,14 @@ def _read(
         )
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
-    leading: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     dimensions = max(query.dim(), key.dim(), value.dim())
 
     def in_four_dimensions(tensor: Tensor) -> Tensor:
         return _first_sequences(_in_four_dimensions(tensor, dimensions, leading), sampling.max_sequences)
 
     query_BHND, key_BKMD, value_BKME = (in_four_dimensions(tensor) for tensor in (query, key, value))
-    (sequences,) = torch.broadcast_shapes(query_BHND.shape[:1], key_BKMD.shape[:1], value_BKME.shape[:1])
+    (sequences,) = _broadcast(query_BHND.shape[:1], key_BKMD.shape[:1], value_BKME.shape[:1])
     # One query head may be compared with many key heads, and its weights applied to many values; one key head with many
     # query heads is a group.
     heads = max(query_BHND.shape[1], key_BKMD.shape[1], value_BKME.shape[1])
@@ -80,6 +80,14 @@ def _visibility(mask: Tensor | None, causal_offset: int | None) -> Visibility:
     if mask is None or mask.dtype == torch.bool:
         return Visibility(causal_offset, mask=mask)
     return Visibility(causal_offset, bias=mask)
+
+
+def _broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
+    """The shape that some broadcast to; torch's function takes longer than the rest of the reading."""
+    if all(other == first for other in others):
+        return first
+    broadcast: torch.Size = torch.broadcast_shapes(first, *others)
+    return broadcast
 
 
 def _in_four_dimensions(tensor: Tensor, dimensions: int, leading: torch.Size) -> Tensor:
