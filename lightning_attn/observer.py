@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from lightning_attn.findings import Findings
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.joint import SmallCalls
-from lightning_attn.statistics.measure import measure
+from lightning_attn.statistics.measure import Sums, measure
 from lightning_attn.statistics.state_statistic import StateSums, measure_states
 
 
@@ -178,12 +179,15 @@ class AttentionObserver:
     def _measure_small(self) -> None:
         if self._small is None:
             return
-        for call, found in self._small.measured():
-            with self._reporting(call.site):
-                self._findings.add(call, found())
-        for states, found_of_states in self._small.measured_states():
-            with self._reporting(states.site):
-                self._add_states(states, found_of_states())
+        left_out: set[str] = set()
+        for item, found in self._small.measured():
+            with self._reporting(item.site):
+                if isinstance(item, AttentionCall):
+                    left_out.add(item.site)
+                    self._findings.add(item, cast(Sums, found()))
+                    left_out.remove(item.site)
+                elif item.site not in left_out:  # as they are where a call is refused at once
+                    self._add_states(item, cast(StateSums, found()))
 
     @contextmanager
     def _reporting(self, site: str) -> Iterator[None]:

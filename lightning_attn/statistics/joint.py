@@ -27,6 +27,7 @@ _PARTS_OF_A_BLOCK = 8
 
 _Held = TypeVar("_Held", AttentionCall, HiddenStates)
 _Found = TypeVar("_Found", Sums, StateSums)
+_Measured = tuple[AttentionCall, Callable[[], Sums]] | tuple[HiddenStates, Callable[[], StateSums]]
 
 
 class SmallCalls:
@@ -40,10 +41,9 @@ class SmallCalls:
     def __init__(self, statistics: Sequence[type[Statistic]], spectral_sequences: int | None) -> None:
         self._statistics = statistics
         self._spectral_sequences = spectral_sequences
-        self._calls: list[AttentionCall] = []
-        self._states: list[HiddenStates] = []
+        self._held: list[AttentionCall | HiddenStates] = []
         self._masks: dict[Hashable, Tensor] = {}
-        self._bytes = 0
+        self._bytes, self._block_bytes = 0, 1
 
     def take(self, call: AttentionCall) -> bool:
         """Take a call if it is small; whether it was taken."""
@@ -57,7 +57,7 @@ class SmallCalls:
             call.visibility, mask=self._one_of_each(call.visibility.mask), bias=self._one_of_each(call.visibility.bias)
         )
         sinks = call.sink_logits
-        self._calls.append(
+        self._held.append(
             replace(
                 call,
                 query=call.query.clone(),
@@ -75,48 +75,53 @@ class SmallCalls:
         if not self._has_room(sum(map(_bytes, tensors)), states.entering.device):
             return False
         leaving = None if states.leaving is None else states.leaving.clone()
-        self._states.append(replace(states, entering=states.entering.clone(), leaving=leaving))
+        self._held.append(replace(states, entering=states.entering.clone(), leaving=leaving))
         return True
 
-    def measured(self) -> Iterator[tuple[AttentionCall, Callable[[], Sums]]]:
-        """The calls in the order in which they came, each with its sums, or what raises the fault that it met."""
-        calls, self._calls = self._calls, []
+    def measured(
+        self,
+    ) -> Iterator[tuple[AttentionCall, Callable[[], Sums]] | tuple[HiddenStates, Callable[[], StateSums]]]:
+        """All that was taken, in that order, each with its sums, or what raises the fault that it met."""
+        held, self._held = self._held, []
         self._masks, self._bytes = {}, 0
+        calls = _in_groups([item for item in held if isinstance(item, AttentionCall)], _shape, self._one, self._several)
+        states = _in_groups(
+            [item for item in held if isinstance(item, HiddenStates)],
+            _shape_of_states,
+            self._one_of_states,
+            self._several_of_states,
+        )
+        for item in held:
+            if isinstance(item, AttentionCall):
+                yield next(calls)
+            else:
+                yield next(states)
 
-        def one(call: AttentionCall) -> Sums:
-            with isolated(call.query.device):
-                return measure(call, self._statistics, spectral_sequences=self._spectral_sequences)
+    def _one(self, call: AttentionCall) -> Sums:
+        with isolated(call.query.device):
+            return measure(call, self._statistics, spectral_sequences=self._spectral_sequences)
 
-        def several(group: list[AttentionCall]) -> list[Sums]:
-            return one(_side_by_side(group)).divided([call.heads for call in group])
+    def _several(self, group: list[AttentionCall]) -> list[Sums]:
+        return self._one(_side_by_side(group)).divided([call.heads for call in group])
 
-        return _in_groups(calls, _shape, one, several)
+    def _one_of_states(self, states: HiddenStates) -> StateSums:
+        with isolated(states.entering.device):
+            return measure_states(states, self._statistics)
 
-    def measured_states(self) -> Iterator[tuple[HiddenStates, Callable[[], StateSums]]]:
-        """The states in the order in which they came, each with its sums, or what raises the fault that it met."""
-        held, self._states = self._states, []
-
-        def one(states: HiddenStates) -> StateSums:
-            with isolated(states.entering.device):
-                return measure_states(states, self._statistics)
-
-        def several(group: list[HiddenStates]) -> list[StateSums]:
-            return one(_one_after_the_other(group)).divided([len(states.entering) for states in group])
-
-        return _in_groups(held, _shape_of_states, one, several)
-
-    def _has_room(self, more: int, device: torch.device) -> bool:
-        block_bytes = default_block_bytes(device)
-        if more > block_bytes // _PARTS_OF_A_BLOCK:
-            return False
-        self._bytes += more
-        return True
+    def _several_of_states(self, group: list[HiddenStates]) -> list[StateSums]:
+        return self._one_of_states(_one_after_the_other(group)).divided([len(states.entering) for states in group])
 
     @property
     def is_full(self) -> bool:
         """Whether it is time to measure them."""
-        device = (self._calls[0].query if self._calls else self._states[0].entering).device
-        return self._bytes >= default_block_bytes(device)
+        return self._bytes >= self._block_bytes
+
+    def _has_room(self, more: int, device: torch.device) -> bool:
+        self._block_bytes = default_block_bytes(device)
+        if more > self._block_bytes // _PARTS_OF_A_BLOCK:
+            return False
+        self._bytes += more
+        return True
 
     def _one_of_each(self, mask: Tensor | None) -> Tensor | None:
         """A copy of a mask, the same for all calls that have the same one."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_attn import AttentionCall, AttentionObserver, observer
+from lightning_attn import AttentionCall, AttentionObserver
 from lightning_attn.capture import Visibility
-from lightning_attn.statistics import known_statistics, measure, resolve
+from lightning_attn.statistics import joint, known_statistics, measure, resolve
 
 
 def contraction(call: AttentionCall) -> list[float]:
@@ -90,13 +90,14 @@ def test_values_are_captured_for_those_who_need_them(monkeypatch: pytest.MonkeyP
         seen.append(call)
         return measure(call, *arguments, **options)
 
-    monkeypatch.setattr(observer, "measure", measured)
+    monkeypatch.setattr(joint, "measure", measured)
     needing = [name for name, statistic in known_statistics().items() if getattr(statistic, "needs_values", False)]
     assert needing == ["value_contraction"]
     for names in (None, needing, [name for name in known_statistics() if name not in needing]):
         watching = AttentionObserver(layer, statistics=names)
         with watching:
             layer(tokens, tokens, tokens, need_weights=False)
+        watching.snapshot()
     with_values, only_values, without = seen
     assert with_values.value is not None and only_values.value is not None
     assert without.value is None
