@@ -222,10 +222,12 @@ class WrittenAttention:
             all_columns_BHNM = all_columns_BHNM + arrange(history.shift)
         logits_BHNM = all_columns_BHNM[..., self.columns]
         hidden_BHNM = torch.zeros_like(logits_BHNM, dtype=torch.bool)
+        has_unseen_mask = history.has_unseen_mask
         for mask in history.masks:
             if mask.shape == self._shape:
                 hidden_BHNM |= arrange(mask.hidden())
-        has_unseen_mask = history.has_unseen_mask
+            else:  # the logits were cut since
+                has_unseen_mask = True
         if bool((hidden_BHNM & (logits_BHNM > _NOT_HIDDEN_ABOVE)).any()):
             hidden_BHNM, has_unseen_mask = torch.zeros_like(hidden_BHNM), True
         if has_unseen_mask:
@@ -356,6 +358,8 @@ class SoftmaxFollower:
 
     def _look(self, call: _Call) -> None:
         """Look closely at a call of which some operand is known, or that may be a product of two activations."""
+        if any(operand.is_nested for operand in call.operands):
+            return
         product = contraction(call.function, call.args, call.kwargs)
         if product is not None and self._see_product(product, call):
             return
@@ -614,6 +618,8 @@ class SoftmaxFollower:
         queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
+        if len(alike) > 1:
+            refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
         if history.shift is not None and history.shift.shape[axis] != 1:
             refusal = "what was subtracted from its logits is not one number for each row"
         return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)

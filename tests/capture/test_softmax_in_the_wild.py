@@ -137,6 +137,19 @@ def masked_through_a_view(model: Model, source: Tensor) -> Tensor:
         return told(model, scores, value)
 
 
+def a_head_at_a_time(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    scores = scores_of(query, key).masked_fill(model.causal == 0, -1e4)
+    parts = zip(scores.chunk(HEADS, dim=1), value.chunk(HEADS, dim=1), strict=True)
+    return torch.cat([told(model, *part) for part in parts], dim=1)
+
+
+def cut_after_the_mask(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    scores = scores_of(query, key).masked_fill(model.causal == 0, -1e4)
+    return told(model, scores[..., :5], value[:, :, :5])
+
+
 def flipped_after_the_mask(model: Model, source: Tensor) -> Tensor:
     query, key, value = model.heads(source)
     scores = scores_of(query, key).masked_fill(model.causal == 0, -1e4)
@@ -353,6 +366,8 @@ SEEN: list[Attend] = [
     chosen_the_other_way,
     exchanged_after_the_mask,
     masked_through_a_view,
+    a_head_at_a_time,
+    cut_after_the_mask,
     flipped_after_the_mask,
     rolled_after_the_mask,
     largest_only,
@@ -422,6 +437,19 @@ def test_logits_that_are_gone_are_refused(attend: Attend) -> None:
     assert not recording.calls
 
 
+def as_many_heads_as_tokens(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source[:, :HEADS])
+    scores = (query.transpose(1, 2).flatten(1, 2) @ key[:, 0].mT).view(SEQUENCES, HEADS, HEADS, HEADS)
+    return scores.softmax(-1).view(SEQUENCES, HEADS * HEADS, HEADS) @ value[:, 0]
+
+
+def test_queries_that_cannot_be_told_from_heads_are_refused() -> None:
+    model, source = Model(as_many_heads_as_tokens), tokens()
+    with pytest.warns(AttentionWarning, match="as many heads as tokens"), record(model) as recording:
+        model(source)
+    assert not recording.calls
+
+
 def experts(model: Model, source: Tensor) -> Tensor:
     return torch.stack([model.query(source), model.key(source), model.value(source), source], dim=-2)
 
@@ -477,6 +505,12 @@ def gradient_by_a_transform(model: Model, source: Tensor) -> Tensor:
     return torch.func.grad(loss)(model.query.weight)
 
 
+def ragged(model: Model, source: Tensor) -> Tensor:
+    nested = torch.nested.nested_tensor([source[0], source[1, :3]])
+    weights = torch.matmul(model.query(nested), model.key(nested).transpose(1, 2)).softmax(-1)
+    return torch.matmul(weights, model.value(nested))
+
+
 NOT_SEEN: list[Attend] = [
     router_after_linear_attention,
     cosine_router,
@@ -486,16 +520,18 @@ NOT_SEEN: list[Attend] = [
     policy_gradient,
     window_of_every_query,
     gradient_by_a_transform,
+    ragged,
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("attend", NOT_SEEN, ids=lambda attend: attend.__name__)
 def test_what_is_not_attention_stays_out(attend: Attend) -> None:
     model, source = Model(attend), tokens()
     with pytest.warns(AttentionWarning) as warned, record(model) as recording:
         model(source)
     assert not recording.calls
-    (warning,) = warned
+    (warning,) = [each for each in warned if each.category is AttentionWarning]
     assert "No attention was seen" in str(warning.message)
 
 
@@ -540,3 +576,26 @@ def test_snapshots_are_those_of_the_fused_function(mask: Tensor | None, dtype: t
     seen, expected = snapshots
     assert seen.heads == expected.heads
     torch.testing.assert_close(seen.values, expected.values, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_attn.AttentionWarning", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("attend", [*SEEN, *NOT_SEEN], ids=lambda attend: attend.__name__)
+def test_outputs_gradients_and_random_numbers_are_bit_identical(attend: Attend) -> None:
+    model, source = Model(attend), tokens().requires_grad_()
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(3)
+        output = model(source)
+        output = output.to_padded_tensor(0.0) if output.is_nested else output
+        found = [output.detach(), torch.random.get_rng_state()]
+        if output.requires_grad:
+            found += torch.autograd.grad(
+                output.square().sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+            )
+        return found
+
+    alone = step()
+    with AttentionObserver(model):
+        watched = step()
+    assert len(alone) == len(watched)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(alone, watched, strict=True))
