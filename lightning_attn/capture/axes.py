@@ -161,7 +161,10 @@ _CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
 
 def is_view(result: Tensor, tensor: Tensor) -> bool:
     """Whether two tensors are the same memory, looked at differently."""
-    return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+    try:
+        return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors and those of a `torch.func` transform have no memory
+        return result is tensor
 
 
 def axes_after(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
@@ -190,20 +193,37 @@ def _axes_of_view(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
     if result.shape == tensor.shape and result.stride() == tensor.stride():
         return axes
     # An axis of one element has a stride that means nothing; such axes fill what is left, in order.
-    by_stride = {
-        stride: axis for axis, stride, size in zip(axes, tensor.stride(), tensor.shape, strict=True) if size > 1
-    }
-    found = [
-        by_stride.get(stride) if size > 1 else "" for stride, size in zip(result.stride(), result.shape, strict=True)
+    known = [place for place in zip(tensor.stride(), tensor.shape, axes, strict=True) if place[1] > 1]
+    meanings = [
+        _meaning_of_stride(stride, size, known) if size > 1 else ""
+        for stride, size in zip(result.stride(), result.shape, strict=True)
     ]
-    meanings = [SHARED if axis is None else axis for axis in found]
+    if _MIXED in meanings:
+        return None
     single = [axis for axis, size in zip(axes, tensor.shape, strict=True) if size == 1 and axis != SHARED]
     missing = [axis for axis in axes if axis != SHARED and axis not in meanings and axis not in single]
-    if missing:  # sliced down to one element, or merged away
+    if missing and result.dim() < tensor.dim() + meanings.count(""):  # one element of it was taken
         single += missing
+    elif missing:
+        return None
     for place in reversed([place for place, axis in enumerate(meanings) if axis == ""]):
         meanings[place] = single.pop() if single else SHARED
-    return None if single else tuple(meanings)
+    if KEY in single or not {LEFT, RIGHT, KEY}.intersection(meanings):
+        return None
+    return tuple(meanings)  # without what is left in `single`: the axis of an only query
+
+
+#: Queries and keys in one axis.
+_MIXED = "mixed"
+
+
+def _meaning_of_stride(stride: int, size: int, known: Sequence[tuple[int, int, str]]) -> str:
+    """What an axis of a view means: what the axis means that it is, or is a part of, or one that was merged into it."""
+    exact = [axis for other, _, axis in known if other == stride]
+    parts = [axis for other, length, axis in known if 0 < other <= stride < other * length]
+    merged = [axis for other, _, axis in known if stride <= other < stride * size]
+    told = {axis for axis in (*(exact or parts), *merged) if axis != SHARED}
+    return _MIXED if len(told) > 1 else told.pop() if told else SHARED
 
 
 def _trailing(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:

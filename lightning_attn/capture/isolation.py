@@ -184,6 +184,16 @@ def _without_complaint_of_compiled_modules() -> Iterator[None]:
             warnings.filters.remove(silence)  # type: ignore[attr-defined]
 
 
+def written_to(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to in place; 0 where nobody counts, as under inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """The tensor that another is a view of, where torch keeps it."""
+    return tensor._base
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running, as when activation checkpointing computes a forward pass again."""
     current_graph_task = getattr(torch._C, "_current_graph_task_id", None)

@@ -37,13 +37,17 @@ from lightning_attn.capture.axes import (
     is_view,
 )
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
-from lightning_attn.capture.isolation import in_backward, isolated, without_function_modes
+from lightning_attn.capture.isolation import in_backward, isolated, viewed, without_function_modes, written_to
 from lightning_attn.capture.reader import Sampling, UnreadableError
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
 _HIDDEN_BELOW = -3e4
 #: And this low it does in any case.
 _SURELY_HIDDEN_BELOW = -1e30
+#: And this low it is hidden where something was seen that may have been a mask, but not which keys that hides.
+_PROBABLY_HIDDEN_BELOW = HIDING_PENALTY / 2
+#: A mask hides nothing whose logit is above this: logits were moved, or overwritten, after it was applied.
+_NOT_HIDDEN_ABOVE = -20.0
 #: How far from the softmax of their logits weights may be that no softmax function computed.
 _TOLERANCE = 1e-2
 #: So many rows are looked at to tell whether they are.
@@ -90,6 +94,7 @@ class Softmax:
         axes: what their axes mean; `KEY` is the one it is taken over.
         history: how they were made.
         modules: the modules that were computing, from the innermost outwards.
+        version: how often the logits had been written to.
         changed_by: the operation that made something else of its result.
         is_done: whether its result has multiplied values.
     """
@@ -98,6 +103,7 @@ class Softmax:
     axes: Axes
     history: _Logits
     modules: tuple[nn.Module, ...]
+    version: int
     changed_by: str | None = None
     refusal: str | None = None
     is_done: bool = False
@@ -205,6 +211,8 @@ class WrittenAttention:
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
             raise UnreadableError(softmax.refusal)
+        if softmax.version != written_to(softmax.logits):
+            raise UnreadableError("its logits are overwritten before its weights multiply the values")
 
         def arrange(tensor: Tensor) -> Tensor:
             return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
@@ -214,11 +222,18 @@ class WrittenAttention:
             all_columns_BHNM = all_columns_BHNM + arrange(history.shift)
         logits_BHNM = all_columns_BHNM[..., self.columns]
         hidden_BHNM = torch.zeros_like(logits_BHNM, dtype=torch.bool)
+        has_unseen_mask = history.has_unseen_mask
         for mask in history.masks:
             if mask.shape == self._shape:
                 hidden_BHNM |= arrange(mask.hidden())
-        masks_were_seen = not history.has_unseen_mask and bool(hidden_BHNM.any())
-        hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if masks_were_seen else _HIDDEN_BELOW)
+            else:  # the logits were cut since
+                has_unseen_mask = True
+        if bool((hidden_BHNM & (logits_BHNM > _NOT_HIDDEN_ABOVE)).any()):
+            hidden_BHNM, has_unseen_mask = torch.zeros_like(hidden_BHNM), True
+        if has_unseen_mask:
+            hidden_BHNM |= logits_BHNM <= _PROBABLY_HIDDEN_BELOW
+        else:
+            hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if bool(hidden_BHNM.any()) else _HIDDEN_BELOW)
         sequences, heads, queries, keys = logits_BHNM.shape
         return AttentionCall(
             site=sampling.site,
@@ -335,17 +350,23 @@ class SoftmaxFollower:
                 if _CONSTANT in factors:
                     return
             elif None in known:
+                if known[0] is _CONSTANT and function in _WRITES_ENTRIES:
+                    self._trail.set(operands[0], None)  # a buffer in which keys are cached
                 return
         with without_function_modes():
             self._look(_Call(_name(function), function, args, kwargs, operands, known, result))
 
     def _look(self, call: _Call) -> None:
         """Look closely at a call of which some operand is known, or that may be a product of two activations."""
+        if any(operand.is_nested for operand in call.operands):
+            return
         product = contraction(call.function, call.args, call.kwargs)
         if product is not None and self._see_product(product, call):
             return
         for tensor in call.results:
             self._trail.set(tensor, None)  # what was computed in place is something else now
+        if call.name.endswith("_like"):  # of its operand it has nothing but the shape
+            return
         if call.known.count(_CONSTANT) == len(call.known):
             if product is None and not call.name.startswith(_MAKES_ACTIVATIONS):
                 for tensor in call.results:
@@ -361,12 +382,18 @@ class SoftmaxFollower:
         if isinstance(left, _Weights) or isinstance(right, _Weights):
             return self._multiply(product, left, right)
         if isinstance(left, _Constant) or isinstance(right, _Constant):
-            return not (isinstance(left, _Logits) or isinstance(right, _Logits))
+            logits, labels = (left, product.left_axes) if isinstance(left, _Logits) else (right, product.right_axes)
+            # Weights of the model may mix heads. A layer on tokens or channels makes something else of them.
+            return not isinstance(logits, _Logits) or any(
+                label in product.summed and axis != SHARED for label, axis in zip(labels, logits.axes, strict=True)
+            )
         axes = product.meaning()
-        if LEFT in axes and RIGHT in axes and not in_backward():
+        if (LEFT in axes or RIGHT in axes) and not in_backward():
             result = call.results[0]
-            added = (_Mask(call.operands[0].detach(), result.shape),) if call.name == "baddbmm" else ()
-            self._trail.set(result, _Logits(axes, masks=added))
+            # With a factor of 0, what is added may be memory that nobody has written.
+            factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
+            masks = (_Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
+            self._trail.set(result, _Logits(axes, masks=masks))
         return True
 
     def _multiply(self, product: Contraction, left: _Followed | None, right: _Followed | None) -> bool:
@@ -391,7 +418,8 @@ class SoftmaxFollower:
             value = value if rest else value[..., None]
             for place, label in enumerate(shared):
                 value = value if label in value_labels else value.unsqueeze(place)
-            self._find(weights, tensor, value)
+            queries = {label for label, axis in zip(labels, weights.axes, strict=True) if axis == QUERY}
+            self._find(weights, tensor, None if queries.intersection(value_labels) else value)
         return True
 
     def _find(self, weights: _Weights, tensor: Tensor, value: Tensor | None) -> None:
@@ -399,15 +427,23 @@ class SoftmaxFollower:
         sizes = [size for size, axis in zip(tensor.shape, weights.axes, strict=True) if axis == SHARED]
         is_grouped = value is not None and len(sizes) > 2 and value.shape[-3] == 1 != sizes[-1]
         columns = slice(weights.first_column, weights.first_column + tensor.shape[weights.axes.index(KEY)])
+        rows = tensor.numel() // max(1, tensor.shape[weights.axes.index(KEY)])
         modules = self._modules()
         for softmax in weights.softmaxes:
             if softmax.is_done:
                 continue
             softmax.is_done = True
             own = [size for size, axis in zip(softmax.logits.shape, softmax.axes, strict=True) if axis == SHARED]
+            is_whole = rows == softmax.logits.numel() // max(1, softmax.logits.shape[softmax.axes.index(KEY)])
             both = tuple(module for module in softmax.modules if module in modules)
             self._found(
-                WrittenAttention(softmax, both, _with_leading(value, sizes, own), is_grouped and len(own) > 2, columns)
+                WrittenAttention(
+                    softmax,
+                    both,
+                    _with_leading(value, sizes, own) if is_whole else None,
+                    is_grouped and len(own) > 2,
+                    columns,
+                )
             )
             softmax.logits = softmax.logits.new_empty(0)  # others may still hold the weights, and by them this object
             softmax.history = replace(softmax.history, masks=(), shift=None)
@@ -427,7 +463,7 @@ class SoftmaxFollower:
         if isinstance(other, _Logits):
             self._keep_logits(call, logits, replace(history, masks=history.masks + other.masks))
         else:
-            self._keep_logits(call, logits, history, mask=others[0])
+            self._keep_logits(call, logits, history, mask=_times(others[0], call.kwargs.get("alpha", 1)))
 
     def _see_sub(self, call: _Call) -> None:
         logits, history = call.logits()
@@ -442,7 +478,7 @@ class SoftmaxFollower:
             shift = shift if history.shift is None else history.shift + shift
             self._keep_logits(call, logits, replace(history, shift=shift))
         else:
-            self._keep_logits(call, logits, history, mask=-other)
+            self._keep_logits(call, logits, history, mask=_times(other, -call.kwargs.get("alpha", 1)))
 
     def _see_masked_fill(self, call: _Call) -> None:
         logits, history = call.logits()
@@ -473,6 +509,7 @@ class SoftmaxFollower:
         for tensor, followed in zip(call.operands[:1], call.known[:1], strict=True):
             if isinstance(followed, _Logits):
                 self._trail.set(tensor, replace(followed, has_unseen_mask=True))
+                self._see_written_view(tensor)
             elif isinstance(followed, _Weights):
                 self._trail.set(tensor, _changed(followed, "an assignment"))
 
@@ -488,8 +525,36 @@ class SoftmaxFollower:
             history = replace(history, masks=(), has_unseen_mask=True)
         self._trail.set(call.results[0], history)
 
+    def _see_stack(self, call: _Call) -> None:
+        """A new axis at a place that is known, as where heads are computed one by one."""
+        _, followed = call.first(_Weights) or call.logits()
+        if followed is None:
+            self._keep(call)
+            return
+        result, axis = call.results[0], call.argument(1, "dim", 0)
+        axis %= result.dim()
+        axes = (*followed.axes[:axis], SHARED, *followed.axes[axis:])
+        if isinstance(followed, _Weights):
+            each = [known.softmaxes for known in call.known if isinstance(known, _Weights)]
+            self._trail.set(result, replace(followed, softmaxes=tuple(dict.fromkeys(sum(each, ()))), axes=axes))
+        else:
+            refusal = "its logits are put together from several of which a row maximum was subtracted"
+            self._trail.set(
+                result,
+                replace(
+                    followed,
+                    axes=axes,
+                    masks=(),
+                    has_unseen_mask=True,
+                    shift=None,
+                    refusal=followed.refusal if followed.shift is None else refusal,
+                ),
+            )
+
     def _see_max(self, call: _Call) -> None:
-        if call.first(_Logits) and len(call.operands) == 1:
+        if len(call.operands) > 1:  # the larger of two: as masked logits are kept finite
+            self._keep(call)
+        elif call.first(_Logits):
             self._trail.set(call.results[0], _RowMaximum())
 
     def _see_logsumexp(self, call: _Call) -> None:
@@ -529,6 +594,8 @@ class SoftmaxFollower:
     def _see_softmax(self, call: _Call) -> None:
         softmax = self._softmax_of(call)
         if softmax is not None:
+            if is_view(call.results[0], softmax.logits):
+                softmax.refusal = "its logits are overwritten by their softmax"
             self._trail.set(call.results[0], _Weights((softmax,), softmax.axes))
 
     def _see_log_softmax(self, call: _Call) -> None:
@@ -545,13 +612,17 @@ class SoftmaxFollower:
             return None
         # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens.
         beside_keys = [i for i, meaning in enumerate(history.axes) if meaning != SHARED and i != axis]
+        if not beside_keys and history.axes.count(SHARED) > 1:
+            return None  # each query has keys of its own: which of the shared axes the queries are cannot be told
         alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
-        queries = alike[0] if len(alike) == 1 else beside_keys[-1]
+        queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
+        if len(alike) > 1:
+            refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
         if history.shift is not None and history.shift.shape[axis] != 1:
             refusal = "what was subtracted from its logits is not one number for each row"
-        return Softmax(logits.detach(), axes, history, self._modules(), refusal=refusal)
+        return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)
 
     def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
         """Go on with weights that no softmax function computed, if they are the softmax that they should be."""
@@ -635,6 +706,15 @@ class SoftmaxFollower:
             if mask is not None and mask.dim() > 0:
                 kept = replace(kept, masks=(*kept.masks, _Mask(mask.detach(), result.shape)))
             self._trail.set(result, kept)
+            if result is logits:
+                self._see_written_view(result)
+
+    def _see_written_view(self, tensor: Tensor) -> None:
+        """What was written into a view of logits may have been a mask for all of them."""
+        whole = viewed(tensor)
+        history = self._trail.get(whole)
+        if whole is not None and isinstance(history, _Logits):
+            self._trail.set(whole, replace(history, has_unseen_mask=True))
 
     def _keep_weights(self, call: _Call, weights: list[tuple[Tensor, _Weights]]) -> None:
         tensor, followed = weights[0]
@@ -648,13 +728,18 @@ class SoftmaxFollower:
             kept = replace(followed, softmaxes=softmaxes, axes=axes)
             if is_view(result, tensor) and result is not tensor:
                 kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
-            elif not (call.name.endswith("dropout") or call.name in _KEEPS_WEIGHTS or _is_part(result, tensor)):
+            elif not all(softmax.changed_by for softmax in softmaxes) and not (
+                call.name.endswith("dropout") or call.name in _KEEPS_WEIGHTS or _is_part(result, tensor)
+            ):
                 kept = _changed(kept, call.name)
             self._trail.set(result, kept)
 
 
-#: What is computed of weights of the model alone by these is an activation all the same: a learned query, for one.
-_MAKES_ACTIVATIONS = ("conv", "bilinear", "embedding")
+#: What these make of weights of the model alone, or of nothing, is an activation all the same: a learned query that is
+#: looked up, data that are drawn.
+_MAKES_ACTIVATIONS = ("conv", "bilinear", "embedding", "rand")
+#: These write activations into a buffer of the model.
+_WRITES_ENTRIES = {Tensor.__setitem__, Tensor.copy_, Tensor.index_copy_, Tensor.scatter_}
 #: The method that sees a function of another name.
 _SYNONYMS = {
     "radd": "add",
@@ -758,6 +843,12 @@ def _hides(value: Any) -> bool:
     return isinstance(value, (int, float)) and value <= HIDING_PENALTY
 
 
+def _times(mask: Tensor, factor: float) -> Tensor:
+    """What was added to logits: a tensor times a number."""
+    with isolated(mask.device):
+        return mask.detach() if factor == 1 else mask.detach() * factor
+
+
 def _log_weights(softmax: Softmax | None) -> _LogWeights | None:
     return None if softmax is None else _LogWeights(softmax)
 
@@ -769,12 +860,15 @@ def _changed(weights: _Weights, name: str) -> _Weights:
 
 
 def _is_part(result: Tensor, tensor: Tensor) -> bool:
-    """Whether an operation has left all weights as they were or set them to zero."""
+    """Whether an operation has set weights to zero and left the others, or raised them all alike as dropout does."""
     if result is tensor or result.shape != tensor.shape:
         return False
     with isolated(tensor.device):
         result, tensor = (t.detach().flatten(0, -2)[-_CHECKED_ROWS:].float() for t in (result, tensor))
-        return bool(((result == 0) | torch.isclose(result, tensor, rtol=_TOLERANCE, atol=0, equal_nan=True)).all())
+        kept = result != 0
+        factor = result[kept].nansum() / tensor[kept].nansum()
+        is_alike = torch.isclose(result, factor * tensor, rtol=_TOLERANCE, atol=0, equal_nan=True)
+        return not bool(factor < 1 - _TOLERANCE) and bool(is_alike[kept].all())
 
 
 def _skipped_columns(result: Tensor, tensor: Tensor, weights: _Weights) -> int:
@@ -793,5 +887,8 @@ def _with_leading(value: Tensor | None, sizes: list[int], own: list[int]) -> Ten
     value = value.expand(*sizes, -1, -1)
     if sizes == own:
         return value
+    if own[: len(sizes)] == sizes:  # heads were merged with the queries: all of them read the same values
+        beside = (1,) * (len(own) - len(sizes))
+        return value.reshape(*sizes, *beside, *value.shape[-2:]).expand(*own, -1, -1)
     count = torch.Size(own).numel()
     return value.reshape(*own, *value.shape[-2:]) if count == torch.Size(sizes).numel() else None
