@@ -25,8 +25,9 @@ from lightning_attn.capture.isolation import (
 from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
-from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
+from lightning_attn.capture.softmax import SoftmaxFollower
 from lightning_attn.capture.states import Attended, HiddenStates
+from lightning_attn.capture.written import WrittenAttention
 
 #: What becomes of compiled modules while something watches.
 Compiled = Literal["eager", "skip"]

@@ -12,11 +12,9 @@ are held, and no longer.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,712 +26,37 @@ from lightning_attn.capture.axes import (
     QUERY,
     RIGHT,
     SHARED,
-    Axes,
     Contraction,
-    arranged,
     axes_after,
     contraction,
     is_contraction,
     is_view,
 )
-from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
-from lightning_attn.capture.isolation import in_backward, isolated, viewed, without_function_modes, written_to
-from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.call import HIDING_PENALTY
+from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
+from lightning_attn.capture.operation import Operation, name_of, tensors_among
+from lightning_attn.capture.trail import (
+    CONSTANT,
+    Constant,
+    Exponentials,
+    Followed,
+    Logits,
+    LogWeights,
+    Mask,
+    RowLogSum,
+    RowMaximum,
+    RowSum,
+    Softmax,
+    Trail,
+    WeightedValues,
+    Weights,
+)
+from lightning_attn.capture.written import WrittenAttention
 
-#: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
-_HIDDEN_BELOW = -3e4
-#: And this low it does in any case.
-_SURELY_HIDDEN_BELOW = -1e30
-#: And this low it is hidden where something was seen that may have been a mask, but not which keys that hides.
-_PROBABLY_HIDDEN_BELOW = HIDING_PENALTY / 2
-#: A mask hides nothing whose logit is above this: logits were moved, or overwritten, after it was applied.
-_NOT_HIDDEN_ABOVE = -20.0
 #: How far from the softmax of their logits weights may be that no softmax function computed.
 _TOLERANCE = 1e-2
 #: So many rows are looked at to tell whether they are.
 _CHECKED_ROWS = 8
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """What hides keys: booleans that are true where it does, or a penalty that was added to logits of some shape."""
-
-    tensor: Tensor
-    shape: torch.Size
-
-    def hidden(self) -> Tensor:
-        hidden = self.tensor if self.tensor.dtype == torch.bool else self.tensor <= HIDING_PENALTY
-        return hidden.expand(self.shape)
-
-
-@dataclass(frozen=True)
-class _Logits:
-    """Descends from a product of two activations.
-
-    Args:
-        axes: what its axes mean; `LEFT` and `RIGHT` are the tokens that are compared.
-        masks: what hides keys in it.
-        has_unseen_mask: whether something was written into it that may have been a mask.
-        shift: what was subtracted from each row.
-        refusal: why it cannot be read.
-    """
-
-    axes: Axes
-    masks: tuple[_Mask, ...] = ()
-    has_unseen_mask: bool = False
-    shift: Tensor | None = None
-    refusal: str | None = None
-
-
-@dataclass(eq=False)
-class Softmax:
-    """A softmax that may be an attention's, from when it is taken until its result multiplies values.
-
-    Args:
-        logits: what entered it.
-        axes: what their axes mean; `KEY` is the one it is taken over.
-        history: how they were made.
-        modules: the modules that were computing, from the innermost outwards.
-        version: how often the logits had been written to.
-        changed_by: the operation that made something else of its result.
-        is_done: whether its result has multiplied values.
-    """
-
-    logits: Tensor
-    axes: Axes
-    history: _Logits
-    modules: tuple[nn.Module, ...]
-    version: int
-    changed_by: str | None = None
-    refusal: str | None = None
-    is_done: bool = False
-
-
-@dataclass(frozen=True)
-class _RowMaximum:
-    """The largest logit of each row, or of all."""
-
-
-@dataclass(frozen=True)
-class _RowLogSum:
-    """The logarithm of the sum of the exponentials along an axis."""
-
-    axis: int
-
-
-@dataclass(frozen=True)
-class _LogWeights:
-    """The logarithm of a softmax."""
-
-    softmax: Softmax
-
-
-@dataclass(frozen=True)
-class _Exponentials:
-    """The exponentials of logits, not yet divided by their sum."""
-
-    logits: Tensor
-    history: _Logits
-
-
-@dataclass(frozen=True)
-class _RowSum:
-    """The sum of exponentials along an axis."""
-
-    axis: int
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The result of one softmax, or what was made of several, on the way to the values.
-
-    Args:
-        softmaxes: where it came from.
-        axes: what its axes mean.
-        first_column: which of the softmax's keys its first column belongs to.
-    """
-
-    softmaxes: tuple[Softmax, ...]
-    axes: Axes
-    first_column: int = 0
-
-
-@dataclass(frozen=True)
-class _WeightedValues:
-    """Every value times its weight, not yet summed over the keys."""
-
-    weights: _Weights
-    tensor: Tensor
-    key_axis: int
-    value: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A weight of the model or a number that no data went into; or made of one such tensor alone."""
-
-
-@dataclass(frozen=True)
-class WrittenAttention:
-    """An attention that was found.
-
-    Args:
-        softmax: its softmax.
-        modules: the modules that computed all of it, from the innermost outwards.
-        value: what was multiplied, (shared axes as in the logits, M, E); ``None`` where it cannot be told.
-        is_grouped: whether query heads of one group multiply the same values.
-        columns: the columns of the softmax that multiplied values.
-    """
-
-    softmax: Softmax
-    modules: tuple[nn.Module, ...]
-    value: Tensor | None
-    is_grouped: bool
-    columns: slice
-
-    @property
-    def device(self) -> torch.device:
-        """Where it was computed."""
-        return self.softmax.logits.device
-
-    @property
-    def _head_axes(self) -> int:
-        """How many of the shared axes are heads. A single one holds sequences, of one head each."""
-        shared = self.softmax.axes.count(SHARED)
-        return max(0, shared - 1) if shared < 3 else 1 + self.is_grouped
-
-    def read(self, sampling: Sampling) -> AttentionCall:
-        """The call, with its logits as they entered the softmax and the masks that were seen entering.
-
-        Raises:
-            UnreadableError: if what was computed is not the softmax of its logits.
-        """
-        softmax, history = self.softmax, self.softmax.history
-        if softmax.refusal is not None:
-            raise UnreadableError(softmax.refusal)
-        if softmax.version != written_to(softmax.logits):
-            raise UnreadableError("its logits are overwritten before its weights multiply the values")
-
-        def arrange(tensor: Tensor) -> Tensor:
-            return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
-
-        all_columns_BHNM = arrange(softmax.logits)
-        if history.shift is not None:
-            all_columns_BHNM = all_columns_BHNM + arrange(history.shift)
-        logits_BHNM = all_columns_BHNM[..., self.columns]
-        hidden_BHNM = torch.zeros_like(logits_BHNM, dtype=torch.bool)
-        has_unseen_mask = history.has_unseen_mask
-        for mask in history.masks:
-            if mask.shape == self._shape:
-                hidden_BHNM |= arrange(mask.hidden())
-            else:  # the logits were cut since
-                has_unseen_mask = True
-        if bool((hidden_BHNM & (logits_BHNM > _NOT_HIDDEN_ABOVE)).any()):
-            hidden_BHNM, has_unseen_mask = torch.zeros_like(hidden_BHNM), True
-        if has_unseen_mask:
-            hidden_BHNM |= logits_BHNM <= _PROBABLY_HIDDEN_BELOW
-        else:
-            hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if bool(hidden_BHNM.any()) else _HIDDEN_BELOW)
-        sequences, heads, queries, keys = logits_BHNM.shape
-        return AttentionCall(
-            site=sampling.site,
-            query=logits_BHNM.new_empty(sequences, heads, queries, 0),
-            key=logits_BHNM.new_empty(sequences, heads, keys, 0),
-            value=self._value(sampling) if sampling.with_values else None,
-            scale=1.0,
-            visibility=Visibility(mask=~hidden_BHNM),
-            self_attention=queries == keys,
-            sink_logits=self._sink_logits(all_columns_BHNM),
-            logit_matrix=logits_BHNM,
-        )
-
-    @property
-    def _shape(self) -> torch.Size:
-        """The shape of the logits without the columns that have no value."""
-        shape = list(self.softmax.logits.shape)
-        shape[self.softmax.axes.index(KEY)] = self.columns.stop - self.columns.start
-        return torch.Size(shape)
-
-    def _value(self, sampling: Sampling) -> Tensor | None:
-        if self.value is None or self.softmax.changed_by is not None:
-            return None
-        axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
-        return arranged(self.value, axes, self._head_axes, sampling.max_sequences)
-
-    def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
-        """What the columns without a value amount to, as one logit per head."""
-        without_value_M = torch.ones(all_columns_BHNM.shape[-1], dtype=torch.bool, device=self.device)
-        without_value_M[self.columns] = False
-        if not bool(without_value_M.any()):
-            return None
-        sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
-        sink_H = sink_BHN[0, :, 0]
-        if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise UnreadableError("its softmax has columns without a value whose logits differ from row to row")
-        return sink_H
-
-
-_Followed = (
-    _Constant | _Logits | _RowMaximum | _RowLogSum | _LogWeights | _Exponentials | _RowSum | _Weights | _WeightedValues
-)
-
-
-class _Trail:
-    """What is known of tensors, for as long as they live.
-
-    They are told apart as objects: the number that `id` gives is used again for another one.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], _Followed]] = {}
-
-    def get(self, thing: object) -> _Followed | None:
-        known = self._known.get(id(thing))
-        if known is not None and known[0]() is thing:
-            return known[1]
-        return _CONSTANT if type(thing) is nn.Parameter else None
-
-    def set(self, tensor: Tensor, followed: _Followed | None) -> None:
-        key = id(tensor)
-        if followed is None:
-            self._known.pop(key, None)
-            return
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is reference:
-                del self._known[key]
-
-        self._known[key] = (weakref.ref(tensor, forget), followed)
-
-    def clear(self) -> None:
-        self._known.clear()
-
-
-_CONSTANT = _Constant()
-_SomeFollowed = TypeVar("_SomeFollowed", bound=_Followed)
-
-
-class SoftmaxFollower:
-    """Follows the tensors of a forward pass, and tells of every attention that is written out with a softmax.
-
-    Args:
-        model: the model; its weights and buffers are no activations.
-        modules: gives the modules that are computing, from the innermost outwards.
-        found: called with each attention, when its weights have multiplied its values.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        modules: Callable[[], tuple[nn.Module, ...]],
-        found: Callable[[WrittenAttention], None],
-    ) -> None:
-        self._modules = modules
-        self._found = found
-        self._trail = _Trail()
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._trail.set(tensor, _CONSTANT)
-
-    def close(self) -> None:
-        """Forget everything."""
-        self._trail.clear()
-
-    def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Look at one call of a torch function and its result."""
-        # Most calls have nothing to do with attention: these first lines decide what watching costs.
-        operands = _tensors(args, kwargs)
-        known = [self._trail.get(operand) for operand in operands]
-        if known.count(None) + known.count(_CONSTANT) == len(known):
-            if is_contraction(function):
-                factors = known[:2] if function is functional.linear else known[-2:]
-                if _CONSTANT in factors:
-                    return
-            elif None in known:
-                if known[0] is _CONSTANT and function in _WRITES_ENTRIES:
-                    self._trail.set(operands[0], None)  # a buffer in which keys are cached
-                return
-        with without_function_modes():
-            self._look(_Call(_name(function), function, args, kwargs, operands, known, result))
-
-    def _look(self, call: _Call) -> None:
-        """Look closely at a call of which some operand is known, or that may be a product of two activations."""
-        if any(operand.is_nested for operand in call.operands):
-            return
-        product = contraction(call.function, call.args, call.kwargs)
-        if product is not None and self._see_product(product, call):
-            return
-        for tensor in call.results:
-            self._trail.set(tensor, None)  # what was computed in place is something else now
-        if call.name.endswith("_like"):  # of its operand it has nothing but the shape
-            return
-        if call.known.count(_CONSTANT) == len(call.known):
-            if product is None and not call.name.startswith(_MAKES_ACTIVATIONS):
-                for tensor in call.results:
-                    self._trail.set(tensor, _CONSTANT)
-        elif call.results:
-            getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
-
-    # Products: of queries and keys, and of weights and values.
-
-    def _see_product(self, product: Contraction, call: _Call) -> bool:
-        """Whether the product ends here what was followed, or begins it."""
-        left, right = self._trail.get(product.left), self._trail.get(product.right)
-        if isinstance(left, _Weights) or isinstance(right, _Weights):
-            return self._multiply(product, left, right)
-        if isinstance(left, _Constant) or isinstance(right, _Constant):
-            logits, labels = (left, product.left_axes) if isinstance(left, _Logits) else (right, product.right_axes)
-            # Weights of the model may mix heads. A layer on tokens or channels makes something else of them.
-            return not isinstance(logits, _Logits) or any(
-                label in product.summed and axis != SHARED for label, axis in zip(labels, logits.axes, strict=True)
-            )
-        axes = product.meaning()
-        if (LEFT in axes or RIGHT in axes) and not in_backward():
-            result = call.results[0]
-            # With a factor of 0, what is added may be memory that nobody has written.
-            factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
-            masks = (_Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
-            self._trail.set(result, _Logits(axes, masks=masks))
-        return True
-
-    def _multiply(self, product: Contraction, left: _Followed | None, right: _Followed | None) -> bool:
-        if isinstance(left, _Weights) and isinstance(right, _Weights):
-            return True
-        if isinstance(left, _Weights):
-            weights, tensor, labels = left, product.left, product.left_axes
-            value, value_labels, factor = product.right, product.right_axes, right
-        else:
-            assert isinstance(right, _Weights)
-            weights, tensor, labels = right, product.right, product.right_axes
-            value, value_labels, factor = product.left, product.left_axes, left
-        key = labels[weights.axes.index(KEY)]
-        if isinstance(factor, _Constant):
-            return key in product.summed  # a distribution over numbers; otherwise heads are mixed
-        if key in product.summed:
-            shared = [label for label, axis in zip(labels, weights.axes, strict=True) if axis == SHARED]
-            there = [value_labels.index(label) for label in shared if label in value_labels]
-            at_key = value_labels.index(key)
-            rest = [axis for axis in range(value.dim()) if axis not in (*there, at_key)]
-            value = value.detach().permute(*there, at_key, *rest).flatten(len(there) + 1)
-            value = value if rest else value[..., None]
-            for place, label in enumerate(shared):
-                value = value if label in value_labels else value.unsqueeze(place)
-            queries = {label for label, axis in zip(labels, weights.axes, strict=True) if axis == QUERY}
-            self._find(weights, tensor, None if queries.intersection(value_labels) else value)
-        return True
-
-    def _find(self, weights: _Weights, tensor: Tensor, value: Tensor | None) -> None:
-        """Tell of the attention whose weights, in a tensor, multiplied a value of shape (shared axes, M, E)."""
-        sizes = [size for size, axis in zip(tensor.shape, weights.axes, strict=True) if axis == SHARED]
-        is_grouped = value is not None and len(sizes) > 2 and value.shape[-3] == 1 != sizes[-1]
-        columns = slice(weights.first_column, weights.first_column + tensor.shape[weights.axes.index(KEY)])
-        rows = tensor.numel() // max(1, tensor.shape[weights.axes.index(KEY)])
-        modules = self._modules()
-        for softmax in weights.softmaxes:
-            if softmax.is_done:
-                continue
-            softmax.is_done = True
-            own = [size for size, axis in zip(softmax.logits.shape, softmax.axes, strict=True) if axis == SHARED]
-            is_whole = rows == softmax.logits.numel() // max(1, softmax.logits.shape[softmax.axes.index(KEY)])
-            both = tuple(module for module in softmax.modules if module in modules)
-            self._found(
-                WrittenAttention(
-                    softmax,
-                    both,
-                    _with_leading(value, sizes, own) if is_whole else None,
-                    is_grouped and len(own) > 2,
-                    columns,
-                )
-            )
-            softmax.logits = softmax.logits.new_empty(0)  # others may still hold the weights, and by them this object
-            softmax.history = replace(softmax.history, masks=(), shift=None)
-
-    # From the product to the softmax.
-
-    def _see_add(self, call: _Call) -> None:
-        if call.first(_Weights):
-            self._keep(call)
-            return
-        logits, history = call.logits()
-        others = [o for o in call.operands if o is not logits]
-        if not history or not others:
-            self._keep(call)
-            return
-        other = self._trail.get(others[0])
-        if isinstance(other, _Logits):
-            self._keep_logits(call, logits, replace(history, masks=history.masks + other.masks))
-        else:
-            self._keep_logits(call, logits, history, mask=_times(others[0], call.kwargs.get("alpha", 1)))
-
-    def _see_sub(self, call: _Call) -> None:
-        logits, history = call.logits()
-        if history is None or call.first(_Weights) or len(call.operands) < 2 or call.operands[0] is not logits:
-            self._keep(call)
-            return
-        other, followed = call.operands[1], call.known[1]
-        if isinstance(followed, _RowLogSum):
-            self._trail.set(call.results[0], _log_weights(self._softmax(logits, history, followed.axis)))
-        elif isinstance(followed, _RowMaximum):
-            shift = other.detach()[(None,) * (logits.dim() - other.dim())]
-            shift = shift if history.shift is None else history.shift + shift
-            self._keep_logits(call, logits, replace(history, shift=shift))
-        else:
-            self._keep_logits(call, logits, history, mask=_times(other, -call.kwargs.get("alpha", 1)))
-
-    def _see_masked_fill(self, call: _Call) -> None:
-        logits, history = call.logits()
-        if history is None or call.operands[0] is not logits:
-            self._keep(call)
-            return
-        value = call.argument(2, "value")
-        self._keep_logits(call, logits, history, mask=call.argument(1, "mask") if _hides(value) else None)
-
-    def _see_where(self, call: _Call) -> None:
-        logits, history = call.logits()
-        first = call.argument(0, "condition")
-        is_method = isinstance(first, Tensor) and first.dtype != torch.bool
-        names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
-        given = {name: call.argument(place, name) for place, name in enumerate(names)}
-        condition = given["condition"]
-        if history is None or not isinstance(condition, Tensor) or condition.dtype != torch.bool:
-            self._keep(call)
-            return
-        keeps = given["input"] is logits
-        replacement = given["other"] if keeps else given["input"]
-        if isinstance(replacement, Tensor) and replacement.numel() > 1:
-            history = replace(history, has_unseen_mask=True)
-        hidden = ~condition if keeps else condition
-        self._keep_logits(call, logits, history, mask=hidden if _hides(replacement) else None)
-
-    def _see_setitem(self, call: _Call) -> None:
-        for tensor, followed in zip(call.operands[:1], call.known[:1], strict=True):
-            if isinstance(followed, _Logits):
-                self._trail.set(tensor, replace(followed, has_unseen_mask=True))
-                self._see_written_view(tensor)
-            elif isinstance(followed, _Weights):
-                self._trail.set(tensor, _changed(followed, "an assignment"))
-
-    def _see_cat(self, call: _Call) -> None:
-        """Something may be put beside the logits, as learned sinks are."""
-        logits, history = call.logits()
-        if history is None:
-            self._keep(call)
-            return
-        axis = call.argument(1, "dim", 0) % logits.dim()
-        several = sum(isinstance(followed, _Logits) for followed in call.known) > 1
-        if several or history.axes[axis] == SHARED:
-            history = replace(history, masks=(), has_unseen_mask=True)
-        self._trail.set(call.results[0], history)
-
-    def _see_stack(self, call: _Call) -> None:
-        """A new axis at a place that is known, as where heads are computed one by one."""
-        _, followed = call.first(_Weights) or call.logits()
-        if followed is None:
-            self._keep(call)
-            return
-        result, axis = call.results[0], call.argument(1, "dim", 0)
-        axis %= result.dim()
-        axes = (*followed.axes[:axis], SHARED, *followed.axes[axis:])
-        if isinstance(followed, _Weights):
-            each = [known.softmaxes for known in call.known if isinstance(known, _Weights)]
-            self._trail.set(result, replace(followed, softmaxes=tuple(dict.fromkeys(sum(each, ()))), axes=axes))
-        else:
-            refusal = "its logits are put together from several of which a row maximum was subtracted"
-            self._trail.set(
-                result,
-                replace(
-                    followed,
-                    axes=axes,
-                    masks=(),
-                    has_unseen_mask=True,
-                    shift=None,
-                    refusal=followed.refusal if followed.shift is None else refusal,
-                ),
-            )
-
-    def _see_max(self, call: _Call) -> None:
-        if len(call.operands) > 1:  # the larger of two: as masked logits are kept finite
-            self._keep(call)
-        elif call.first(_Logits):
-            self._trail.set(call.results[0], _RowMaximum())
-
-    def _see_logsumexp(self, call: _Call) -> None:
-        logits, history = call.logits()
-        axis = call.axis()
-        if history is not None and axis is not None:
-            self._trail.set(call.results[0], _RowLogSum(axis % logits.dim()))
-
-    def _see_exp(self, call: _Call) -> None:
-        tensor, followed = call.operands[0], call.known[0]
-        if isinstance(followed, _Logits):
-            # In place, what entered is gone; nothing can be told of it then.
-            if call.results[0] is not tensor:
-                self._trail.set(call.results[0], _Exponentials(tensor.detach(), followed))
-        elif isinstance(followed, _LogWeights):
-            self._begin_weights(followed.softmax, call.results[0])
-
-    def _see_sum(self, call: _Call) -> None:
-        tensor, followed, axis = call.operands[0], call.known[0], call.axis()
-        if axis is None:
-            return
-        axis %= tensor.dim()
-        if isinstance(followed, _Exponentials):
-            self._trail.set(call.results[0], _RowSum(axis))
-        elif isinstance(followed, _WeightedValues) and axis == followed.key_axis:
-            self._find(followed.weights, followed.tensor, followed.value)
-
-    def _see_div(self, call: _Call) -> None:
-        exponentials = call.first(_Exponentials)
-        total = call.first(_RowSum)
-        if exponentials and total:
-            followed = exponentials[1]
-            self._begin_weights(self._softmax(followed.logits, followed.history, total[1].axis), call.results[0])
-        else:
-            self._keep(call)
-
-    def _see_softmax(self, call: _Call) -> None:
-        softmax = self._softmax_of(call)
-        if softmax is not None:
-            if is_view(call.results[0], softmax.logits):
-                softmax.refusal = "its logits are overwritten by their softmax"
-            self._trail.set(call.results[0], _Weights((softmax,), softmax.axes))
-
-    def _see_log_softmax(self, call: _Call) -> None:
-        self._trail.set(call.results[0], _log_weights(self._softmax_of(call)))
-
-    def _softmax_of(self, call: _Call) -> Softmax | None:
-        logits, history = call.logits()
-        axis = call.axis()
-        return None if history is None or axis is None else self._softmax(logits, history, axis % logits.dim())
-
-    def _softmax(self, logits: Tensor, history: _Logits, axis: int) -> Softmax | None:
-        """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
-        if history.axes[axis] == SHARED or history.axes.count(history.axes[axis]) > 1:
-            return None
-        # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens.
-        beside_keys = [i for i, meaning in enumerate(history.axes) if meaning != SHARED and i != axis]
-        if not beside_keys and history.axes.count(SHARED) > 1:
-            return None  # each query has keys of its own: which of the shared axes the queries are cannot be told
-        alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
-        queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
-        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
-        refusal = history.refusal
-        if len(alike) > 1:
-            refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
-        if history.shift is not None and history.shift.shape[axis] != 1:
-            refusal = "what was subtracted from its logits is not one number for each row"
-        return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)
-
-    def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
-        """Go on with weights that no softmax function computed, if they are the softmax that they should be."""
-        if softmax is None:
-            return
-        with isolated(weights.device):
-            axis = softmax.axes.index(KEY)
-            expected, computed = (
-                tensor.detach().movedim(axis, -1).flatten(0, -2)[-_CHECKED_ROWS:].float()
-                for tensor in (softmax.logits, weights)
-            )
-            if not torch.allclose(expected.softmax(-1), computed, rtol=0, atol=_TOLERANCE, equal_nan=True):
-                softmax.refusal = "its weights are exponentials over something else than their sum"
-        self._trail.set(weights, _Weights((softmax,), softmax.axes))
-
-    # From the softmax to the values.
-
-    def _see_mul(self, call: _Call) -> None:
-        found, factors = call.first(_Weights), [o for o, k in zip(call.operands, call.known, strict=True) if k is None]
-        if call.first(_Exponentials):
-            self._see_div(call)
-        elif found and factors and call.results[0].numel() > found[0].numel():
-            self._weigh(found[0], found[1], factors[0], call.results[0])
-        else:
-            self._keep(call)
-
-    def _weigh(self, tensor: Tensor, weights: _Weights, factor: Tensor, result: Tensor) -> None:
-        """Every value times its weight: an axis of the values is new, the key axis is summed over later."""
-        added = result.dim() - tensor.dim()
-        axes = (SHARED,) * added + weights.axes
-        tensor, factor = tensor[(None,) * added], factor[(None,) * (result.dim() - factor.dim())].detach()
-        # The axis that the weights were given for the width of the values.
-        widths = [i for i, size in enumerate(tensor.shape) if axes[i] == SHARED and size == 1 < result.shape[i]]
-        at_key = axes.index(KEY)
-        queries = [i for i, axis in enumerate(axes) if axis == QUERY]
-        shared = [i for i, axis in enumerate(axes) if axis == SHARED and i not in widths]
-        if not widths:
-            return
-        value: Tensor | None = None
-        if all(factor.shape[i] == 1 for i in queries) and factor.shape[at_key] == result.shape[at_key]:
-            value = factor.permute(*shared, *queries, at_key, *widths)
-            value = value.flatten(len(shared), len(shared) + len(queries)).flatten(len(shared) + 1)
-        kept = [i for i in range(result.dim()) if i not in widths]
-        of_weights = replace(weights, axes=tuple(axes[i] for i in kept))
-        self._trail.set(
-            result,
-            _WeightedValues(of_weights, tensor.detach().permute(*kept, *widths).flatten(len(kept) - 1), at_key, value),
-        )
-
-    def _keep(self, call: _Call) -> None:
-        """Go on following what has the layout of what it was made of."""
-        weights = [(o, k) for o, k in zip(call.operands, call.known, strict=True) if isinstance(k, _Weights)]
-        logits, history = call.logits()
-        if weights:
-            self._keep_weights(call, weights)
-        elif history is not None:
-            self._keep_logits(call, logits, history)
-        else:
-            for operand, followed in zip(call.operands, call.known, strict=True):
-                if isinstance(followed, (_RowMaximum, _RowLogSum, _RowSum, _LogWeights)):
-                    for result in call.results:
-                        if result.numel() == operand.numel():
-                            self._trail.set(result, followed)
-
-    def _keep_logits(self, call: _Call, logits: Tensor, history: _Logits, mask: Tensor | None = None) -> None:
-        for result in call.results:
-            if not result.is_floating_point():
-                continue
-            axes = axes_after(result, logits, history.axes)
-            if axes is None:
-                continue
-            kept = history
-            if axes != history.axes:
-                kept = replace(
-                    history, axes=axes, masks=(), has_unseen_mask=history.has_unseen_mask or bool(history.masks)
-                )
-            if history.shift is not None and (
-                axes != history.axes or not (is_view(result, logits) or call.name in _KEEPS_DIFFERENCES)
-            ):
-                kept = replace(kept, refusal=f"{call.name!r} follows the subtraction of its row maximum")
-            if mask is not None and mask.dim() > 0:
-                kept = replace(kept, masks=(*kept.masks, _Mask(mask.detach(), result.shape)))
-            self._trail.set(result, kept)
-            if result is logits:
-                self._see_written_view(result)
-
-    def _see_written_view(self, tensor: Tensor) -> None:
-        """What was written into a view of logits may have been a mask for all of them."""
-        whole = viewed(tensor)
-        history = self._trail.get(whole)
-        if whole is not None and isinstance(history, _Logits):
-            self._trail.set(whole, replace(history, has_unseen_mask=True))
-
-    def _keep_weights(self, call: _Call, weights: list[tuple[Tensor, _Weights]]) -> None:
-        tensor, followed = weights[0]
-        softmaxes = tuple(dict.fromkeys(softmax for _, other in weights for softmax in other.softmaxes))
-        for result in call.results:
-            if not result.is_floating_point():
-                continue
-            axes = axes_after(result, tensor, followed.axes)
-            if axes is None:
-                continue
-            kept = replace(followed, softmaxes=softmaxes, axes=axes)
-            if is_view(result, tensor) and result is not tensor:
-                kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
-            elif not all(softmax.changed_by for softmax in softmaxes) and not (
-                call.name.endswith("dropout") or call.name in _KEEPS_WEIGHTS or _is_part(result, tensor)
-            ):
-                kept = _changed(kept, call.name)
-            self._trail.set(result, kept)
-
 
 #: What these make of weights of the model alone, or of nothing, is an activation all the same: a learned query that is
 #: looked up, data that are drawn.
@@ -780,60 +103,425 @@ _KEEPS_DIFFERENCES = (*_CASTS, "masked_fill", "where", "add", "radd", "iadd", "s
 _KEEPS_WEIGHTS = (*_CASTS, "nan_to_num", "reshape", "cat", "stack")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of a torch function, with what is known of its operands."""
+class SoftmaxFollower:
+    """Follows the tensors of a forward pass, and tells of every attention that is written out with a softmax.
 
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    operands: list[Tensor]
-    known: list[_Followed | None]
-    result: object
+    Args:
+        model: the model; its weights and buffers are no activations.
+        modules: gives the modules that are computing, from the innermost outwards.
+        found: called with each attention, when its weights have multiplied its values.
+    """
 
-    @cached_property
-    def results(self) -> list[Tensor]:
-        """The tensors that it gave, or that it wrote into."""
-        return self.operands[:1] if self.name == "setitem" else _tensors((self.result,), {})
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Callable[[], tuple[nn.Module, ...]],
+        found: Callable[[WrittenAttention], None],
+    ) -> None:
+        self._modules = modules
+        self._found = found
+        self._trail = Trail()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._trail.set(tensor, CONSTANT)
 
-    def first(self, kind: type[_SomeFollowed]) -> tuple[Tensor, _SomeFollowed] | None:
-        """The first operand that is of a kind."""
-        for operand, followed in zip(self.operands, self.known, strict=True):
-            if isinstance(followed, kind):
-                return operand, followed
-        return None
+    def close(self) -> None:
+        """Forget everything."""
+        self._trail.clear()
 
-    def logits(self) -> tuple[Tensor, _Logits | None]:
-        """The first operand that descends from a product, and how."""
-        return self.first(_Logits) or (self.operands[0], None)
+    def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Look at one call of a torch function and its result."""
+        # Most calls have nothing to do with attention: these first lines decide what watching costs.
+        operands = tensors_among(args, kwargs)
+        known = [self._trail.get(operand) for operand in operands]
+        if known.count(None) + known.count(CONSTANT) == len(known):
+            if is_contraction(function):
+                factors = known[:2] if function is functional.linear else known[-2:]
+                if CONSTANT in factors:
+                    return
+            elif None in known:
+                if known[0] is CONSTANT and function in _WRITES_ENTRIES:
+                    self._trail.set(operands[0], None)  # a buffer in which keys are cached
+                return
+        with unheard():
+            self._look(Operation(name_of(function), function, args, kwargs, operands, known, result))
 
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument by its place or its name."""
-        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+    def _look(self, call: Operation) -> None:
+        """Look closely at a call of which some operand is known, or that may be a product of two activations."""
+        if any(operand.is_nested for operand in call.operands):
+            return
+        product = contraction(call.function, call.args, call.kwargs)
+        if product is not None and self._see_product(product, call):
+            return
+        for tensor in call.results:
+            self._trail.set(tensor, None)  # what was computed in place is something else now
+        if call.name.endswith("_like"):  # of its operand it has nothing but the shape
+            return
+        if call.known.count(CONSTANT) == len(call.known):
+            if product is None and not call.name.startswith(_MAKES_ACTIVATIONS):
+                for tensor in call.results:
+                    self._trail.set(tensor, CONSTANT)
+        elif call.results:
+            getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
 
-    def axis(self) -> int | None:
-        """The one axis that the operation runs along."""
-        axis = self.argument(1, "dim", self.kwargs.get("axis"))
-        if isinstance(axis, (tuple, list)) and len(axis) == 1:
-            axis = axis[0]
-        return axis if isinstance(axis, int) and not isinstance(axis, bool) else None
+    # Products: of queries and keys, and of weights and values.
 
+    def _see_product(self, product: Contraction, call: Operation) -> bool:
+        """Whether the product ends here what was followed, or begins it."""
+        left, right = self._trail.get(product.left), self._trail.get(product.right)
+        if isinstance(left, Weights) or isinstance(right, Weights):
+            return self._multiply(product, left, right)
+        if isinstance(left, Constant) or isinstance(right, Constant):
+            logits, labels = (left, product.left_axes) if isinstance(left, Logits) else (right, product.right_axes)
+            # Weights of the model may mix heads. A layer on tokens or channels makes something else of them.
+            return not isinstance(logits, Logits) or any(
+                label in product.summed and axis != SHARED for label, axis in zip(labels, logits.axes, strict=True)
+            )
+        axes = product.meaning()
+        if (LEFT in axes or RIGHT in axes) and not in_backward():
+            result = call.results[0]
+            # With a factor of 0, what is added may be memory that nobody has written.
+            factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
+            masks = (Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
+            self._trail.set(result, Logits(axes, masks=masks))
+        return True
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among some arguments, also one level down in lists."""
-    found: list[Tensor] = []
-    for argument in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, (tuple, list)):
-            found += [part for part in argument if isinstance(part, Tensor)]
-    return found
+    def _multiply(self, product: Contraction, left: Followed | None, right: Followed | None) -> bool:
+        if isinstance(left, Weights) and isinstance(right, Weights):
+            return True
+        if isinstance(left, Weights):
+            weights, tensor, labels = left, product.left, product.left_axes
+            value, value_labels, factor = product.right, product.right_axes, right
+        else:
+            assert isinstance(right, Weights)
+            weights, tensor, labels = right, product.right, product.right_axes
+            value, value_labels, factor = product.left, product.left_axes, left
+        key = labels[weights.axes.index(KEY)]
+        if isinstance(factor, Constant):
+            return key in product.summed  # a distribution over numbers; otherwise heads are mixed
+        if key in product.summed:
+            shared = [label for label, axis in zip(labels, weights.axes, strict=True) if axis == SHARED]
+            there = [value_labels.index(label) for label in shared if label in value_labels]
+            at_key = value_labels.index(key)
+            rest = [axis for axis in range(value.dim()) if axis not in (*there, at_key)]
+            value = value.detach().permute(*there, at_key, *rest).flatten(len(there) + 1)
+            value = value if rest else value[..., None]
+            for place, label in enumerate(shared):
+                value = value if label in value_labels else value.unsqueeze(place)
+            queries = {label for label, axis in zip(labels, weights.axes, strict=True) if axis == QUERY}
+            self._find(weights, tensor, None if queries.intersection(value_labels) else value)
+        return True
 
+    def _find(self, weights: Weights, tensor: Tensor, value: Tensor | None) -> None:
+        """Tell of the attention whose weights, in a tensor, multiplied a value of shape (shared axes, M, E)."""
+        sizes = [size for size, axis in zip(tensor.shape, weights.axes, strict=True) if axis == SHARED]
+        is_grouped = value is not None and len(sizes) > 2 and value.shape[-3] == 1 != sizes[-1]
+        columns = slice(weights.first_column, weights.first_column + tensor.shape[weights.axes.index(KEY)])
+        rows = tensor.numel() // max(1, tensor.shape[weights.axes.index(KEY)])
+        modules = self._modules()
+        for softmax in weights.softmaxes:
+            if softmax.is_done:
+                continue
+            softmax.is_done = True
+            own = [size for size, axis in zip(softmax.logits.shape, softmax.axes, strict=True) if axis == SHARED]
+            is_whole = rows == softmax.logits.numel() // max(1, softmax.logits.shape[softmax.axes.index(KEY)])
+            both = tuple(module for module in softmax.modules if module in modules)
+            self._found(
+                WrittenAttention(
+                    softmax,
+                    both,
+                    _with_leading(value, sizes, own) if is_whole else None,
+                    is_grouped and len(own) > 2,
+                    columns,
+                )
+            )
+            softmax.logits = softmax.logits.new_empty(0)  # others may still hold the weights, and by them this object
+            softmax.history = replace(softmax.history, masks=(), shift=None)
 
-def _name(function: Callable[..., Any]) -> str:
-    """What an operation is called, as a function, as a method, as an operator or in place."""
-    return str(getattr(function, "__name__", "")).strip("_")
+    # From the product to the softmax.
+
+    def _see_add(self, call: Operation) -> None:
+        if call.first(Weights):
+            self._keep(call)
+            return
+        logits, history = call.logits()
+        others = [o for o in call.operands if o is not logits]
+        if not history or not others:
+            self._keep(call)
+            return
+        other = self._trail.get(others[0])
+        if isinstance(other, Logits):
+            self._keep_logits(call, logits, replace(history, masks=history.masks + other.masks))
+        else:
+            self._keep_logits(call, logits, history, mask=_times(others[0], call.kwargs.get("alpha", 1)))
+
+    def _see_sub(self, call: Operation) -> None:
+        logits, history = call.logits()
+        if history is None or call.first(Weights) or len(call.operands) < 2 or call.operands[0] is not logits:
+            self._keep(call)
+            return
+        other, followed = call.operands[1], call.known[1]
+        if isinstance(followed, RowLogSum):
+            self._trail.set(call.results[0], _log_weights(self._softmax(logits, history, followed.axis)))
+        elif isinstance(followed, RowMaximum):
+            shift = other.detach()[(None,) * (logits.dim() - other.dim())]
+            shift = shift if history.shift is None else history.shift + shift
+            self._keep_logits(call, logits, replace(history, shift=shift))
+        else:
+            self._keep_logits(call, logits, history, mask=_times(other, -call.kwargs.get("alpha", 1)))
+
+    def _see_masked_fill(self, call: Operation) -> None:
+        logits, history = call.logits()
+        if history is None or call.operands[0] is not logits:
+            self._keep(call)
+            return
+        value = call.argument(2, "value")
+        self._keep_logits(call, logits, history, mask=call.argument(1, "mask") if _hides(value) else None)
+
+    def _see_where(self, call: Operation) -> None:
+        logits, history = call.logits()
+        first = call.argument(0, "condition")
+        is_method = isinstance(first, Tensor) and first.dtype != torch.bool
+        names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
+        given = {name: call.argument(place, name) for place, name in enumerate(names)}
+        condition = given["condition"]
+        if history is None or not isinstance(condition, Tensor) or condition.dtype != torch.bool:
+            self._keep(call)
+            return
+        keeps = given["input"] is logits
+        replacement = given["other"] if keeps else given["input"]
+        if isinstance(replacement, Tensor) and replacement.numel() > 1:
+            history = replace(history, has_unseen_mask=True)
+        hidden = ~condition if keeps else condition
+        self._keep_logits(call, logits, history, mask=hidden if _hides(replacement) else None)
+
+    def _see_setitem(self, call: Operation) -> None:
+        for tensor, followed in zip(call.operands[:1], call.known[:1], strict=True):
+            if isinstance(followed, Logits):
+                self._trail.set(tensor, replace(followed, has_unseen_mask=True))
+                self._see_written_view(tensor)
+            elif isinstance(followed, Weights):
+                self._trail.set(tensor, _changed(followed, "an assignment"))
+
+    def _see_cat(self, call: Operation) -> None:
+        """Something may be put beside the logits, as learned sinks are."""
+        logits, history = call.logits()
+        if history is None:
+            self._keep(call)
+            return
+        axis = call.argument(1, "dim", 0) % logits.dim()
+        several = sum(isinstance(followed, Logits) for followed in call.known) > 1
+        if several or history.axes[axis] == SHARED:
+            history = replace(history, masks=(), has_unseen_mask=True)
+        self._trail.set(call.results[0], history)
+
+    def _see_stack(self, call: Operation) -> None:
+        """A new axis at a place that is known, as where heads are computed one by one."""
+        _, followed = call.first(Weights) or call.logits()
+        if followed is None:
+            self._keep(call)
+            return
+        result, axis = call.results[0], call.argument(1, "dim", 0)
+        axis %= result.dim()
+        axes = (*followed.axes[:axis], SHARED, *followed.axes[axis:])
+        if isinstance(followed, Weights):
+            each = [known.softmaxes for known in call.known if isinstance(known, Weights)]
+            self._trail.set(result, replace(followed, softmaxes=tuple(dict.fromkeys(sum(each, ()))), axes=axes))
+        else:
+            refusal = "its logits are put together from several of which a row maximum was subtracted"
+            self._trail.set(
+                result,
+                replace(
+                    followed,
+                    axes=axes,
+                    masks=(),
+                    has_unseen_mask=True,
+                    shift=None,
+                    refusal=followed.refusal if followed.shift is None else refusal,
+                ),
+            )
+
+    def _see_max(self, call: Operation) -> None:
+        if len(call.operands) > 1:  # the larger of two: as masked logits are kept finite
+            self._keep(call)
+        elif call.first(Logits):
+            self._trail.set(call.results[0], RowMaximum())
+
+    def _see_logsumexp(self, call: Operation) -> None:
+        logits, history = call.logits()
+        axis = call.axis()
+        if history is not None and axis is not None:
+            self._trail.set(call.results[0], RowLogSum(axis % logits.dim()))
+
+    def _see_exp(self, call: Operation) -> None:
+        tensor, followed = call.operands[0], call.known[0]
+        if isinstance(followed, Logits):
+            # In place, what entered is gone; nothing can be told of it then.
+            if call.results[0] is not tensor:
+                self._trail.set(call.results[0], Exponentials(tensor.detach(), followed))
+        elif isinstance(followed, LogWeights):
+            self._begin_weights(followed.softmax, call.results[0])
+
+    def _see_sum(self, call: Operation) -> None:
+        tensor, followed, axis = call.operands[0], call.known[0], call.axis()
+        if axis is None:
+            return
+        axis %= tensor.dim()
+        if isinstance(followed, Exponentials):
+            self._trail.set(call.results[0], RowSum(axis))
+        elif isinstance(followed, WeightedValues) and axis == followed.key_axis:
+            self._find(followed.weights, followed.tensor, followed.value)
+
+    def _see_div(self, call: Operation) -> None:
+        exponentials = call.first(Exponentials)
+        total = call.first(RowSum)
+        if exponentials and total:
+            followed = exponentials[1]
+            self._begin_weights(self._softmax(followed.logits, followed.history, total[1].axis), call.results[0])
+        else:
+            self._keep(call)
+
+    def _see_softmax(self, call: Operation) -> None:
+        softmax = self._softmax_of(call)
+        if softmax is not None:
+            if is_view(call.results[0], softmax.logits):
+                softmax.refusal = "its logits are overwritten by their softmax"
+            self._trail.set(call.results[0], Weights((softmax,), softmax.axes))
+
+    def _see_log_softmax(self, call: Operation) -> None:
+        self._trail.set(call.results[0], _log_weights(self._softmax_of(call)))
+
+    def _softmax_of(self, call: Operation) -> Softmax | None:
+        logits, history = call.logits()
+        axis = call.axis()
+        return None if history is None or axis is None else self._softmax(logits, history, axis % logits.dim())
+
+    def _softmax(self, logits: Tensor, history: Logits, axis: int) -> Softmax | None:
+        """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
+        if history.axes[axis] == SHARED or history.axes.count(history.axes[axis]) > 1:
+            return None
+        # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens.
+        beside_keys = [i for i, meaning in enumerate(history.axes) if meaning != SHARED and i != axis]
+        if not beside_keys and history.axes.count(SHARED) > 1:
+            return None  # each query has keys of its own: which of the shared axes the queries are cannot be told
+        alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
+        queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
+        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
+        refusal = history.refusal
+        if len(alike) > 1:
+            refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
+        if history.shift is not None and history.shift.shape[axis] != 1:
+            refusal = "what was subtracted from its logits is not one number for each row"
+        return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)
+
+    def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
+        """Go on with weights that no softmax function computed, if they are the softmax that they should be."""
+        if softmax is None:
+            return
+        with isolated(weights.device):
+            axis = softmax.axes.index(KEY)
+            expected, computed = (
+                tensor.detach().movedim(axis, -1).flatten(0, -2)[-_CHECKED_ROWS:].float()
+                for tensor in (softmax.logits, weights)
+            )
+            if not torch.allclose(expected.softmax(-1), computed, rtol=0, atol=_TOLERANCE, equal_nan=True):
+                softmax.refusal = "its weights are exponentials over something else than their sum"
+        self._trail.set(weights, Weights((softmax,), softmax.axes))
+
+    # From the softmax to the values.
+
+    def _see_mul(self, call: Operation) -> None:
+        found, factors = call.first(Weights), [o for o, k in zip(call.operands, call.known, strict=True) if k is None]
+        if call.first(Exponentials):
+            self._see_div(call)
+        elif found and factors and call.results[0].numel() > found[0].numel():
+            self._weigh(found[0], found[1], factors[0], call.results[0])
+        else:
+            self._keep(call)
+
+    def _weigh(self, tensor: Tensor, weights: Weights, factor: Tensor, result: Tensor) -> None:
+        """Every value times its weight: an axis of the values is new, the key axis is summed over later."""
+        added = result.dim() - tensor.dim()
+        axes = (SHARED,) * added + weights.axes
+        tensor, factor = tensor[(None,) * added], factor[(None,) * (result.dim() - factor.dim())].detach()
+        # The axis that the weights were given for the width of the values.
+        widths = [i for i, size in enumerate(tensor.shape) if axes[i] == SHARED and size == 1 < result.shape[i]]
+        at_key = axes.index(KEY)
+        queries = [i for i, axis in enumerate(axes) if axis == QUERY]
+        shared = [i for i, axis in enumerate(axes) if axis == SHARED and i not in widths]
+        if not widths:
+            return
+        value: Tensor | None = None
+        if all(factor.shape[i] == 1 for i in queries) and factor.shape[at_key] == result.shape[at_key]:
+            value = factor.permute(*shared, *queries, at_key, *widths)
+            value = value.flatten(len(shared), len(shared) + len(queries)).flatten(len(shared) + 1)
+        kept = [i for i in range(result.dim()) if i not in widths]
+        of_weights = replace(weights, axes=tuple(axes[i] for i in kept))
+        self._trail.set(
+            result,
+            WeightedValues(of_weights, tensor.detach().permute(*kept, *widths).flatten(len(kept) - 1), at_key, value),
+        )
+
+    def _keep(self, call: Operation) -> None:
+        """Go on following what has the layout of what it was made of."""
+        weights = [(o, k) for o, k in zip(call.operands, call.known, strict=True) if isinstance(k, Weights)]
+        logits, history = call.logits()
+        if weights:
+            self._keep_weights(call, weights)
+        elif history is not None:
+            self._keep_logits(call, logits, history)
+        else:
+            for operand, followed in zip(call.operands, call.known, strict=True):
+                if isinstance(followed, (RowMaximum, RowLogSum, RowSum, LogWeights)):
+                    for result in call.results:
+                        if result.numel() == operand.numel():
+                            self._trail.set(result, followed)
+
+    def _keep_logits(self, call: Operation, logits: Tensor, history: Logits, mask: Tensor | None = None) -> None:
+        for result in call.results:
+            if not result.is_floating_point():
+                continue
+            axes = axes_after(result, logits, history.axes)
+            if axes is None:
+                continue
+            kept = history
+            if axes != history.axes:
+                kept = replace(
+                    history, axes=axes, masks=(), has_unseen_mask=history.has_unseen_mask or bool(history.masks)
+                )
+            if history.shift is not None and (
+                axes != history.axes or not (is_view(result, logits) or call.name in _KEEPS_DIFFERENCES)
+            ):
+                kept = replace(kept, refusal=f"{call.name!r} follows the subtraction of its row maximum")
+            if mask is not None and mask.dim() > 0:
+                kept = replace(kept, masks=(*kept.masks, Mask(mask.detach(), result.shape)))
+            self._trail.set(result, kept)
+            if result is logits:
+                self._see_written_view(result)
+
+    def _see_written_view(self, tensor: Tensor) -> None:
+        """What was written into a view of logits may have been a mask for all of them."""
+        whole = viewed(tensor)
+        history = self._trail.get(whole)
+        if whole is not None and isinstance(history, Logits):
+            self._trail.set(whole, replace(history, has_unseen_mask=True))
+
+    def _keep_weights(self, call: Operation, weights: list[tuple[Tensor, Weights]]) -> None:
+        tensor, followed = weights[0]
+        softmaxes = tuple(dict.fromkeys(softmax for _, other in weights for softmax in other.softmaxes))
+        for result in call.results:
+            if not result.is_floating_point():
+                continue
+            axes = axes_after(result, tensor, followed.axes)
+            if axes is None:
+                continue
+            kept = replace(followed, softmaxes=softmaxes, axes=axes)
+            if is_view(result, tensor) and result is not tensor:
+                kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
+            elif not all(softmax.changed_by for softmax in softmaxes) and not (
+                call.name.endswith("dropout") or call.name in _KEEPS_WEIGHTS or _is_part(result, tensor)
+            ):
+                kept = _changed(kept, call.name)
+            self._trail.set(result, kept)
 
 
 def _hides(value: Any) -> bool:
@@ -849,11 +537,11 @@ def _times(mask: Tensor, factor: float) -> Tensor:
         return mask.detach() if factor == 1 else mask.detach() * factor
 
 
-def _log_weights(softmax: Softmax | None) -> _LogWeights | None:
-    return None if softmax is None else _LogWeights(softmax)
+def _log_weights(softmax: Softmax | None) -> LogWeights | None:
+    return None if softmax is None else LogWeights(softmax)
 
 
-def _changed(weights: _Weights, name: str) -> _Weights:
+def _changed(weights: Weights, name: str) -> Weights:
     for softmax in weights.softmaxes:
         softmax.changed_by = softmax.changed_by or name
     return weights
@@ -871,7 +559,7 @@ def _is_part(result: Tensor, tensor: Tensor) -> bool:
         return not bool(factor < 1 - _TOLERANCE) and bool(is_alike[kept].all())
 
 
-def _skipped_columns(result: Tensor, tensor: Tensor, weights: _Weights) -> int:
+def _skipped_columns(result: Tensor, tensor: Tensor, weights: Weights) -> int:
     """How many columns were cut off in front in a view."""
     axis = weights.axes.index(KEY)
     stride = tensor.stride(axis)

@@ -10,6 +10,9 @@ from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
 from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences, wide
 
+#: What the largest value of a head is scaled to: their ratio does not depend on it.
+_LARGE = 2.0**24
+
 
 @register
 class ValueContraction(RowStatistic):
@@ -32,18 +35,27 @@ class ValueContraction(RowStatistic):
         if call.value is None:
             return
         seen_BKM1 = row_pass.seen_BHM[..., None]
-        value_BKME = call.value.to(wide(call.value.device))
+        value_BKME = call.value.float()
         if seen_BKM1.shape[1] > 1:  # heads do not see the same keys, so that each has values of its own
             value_BKME = value_BKME.repeat_interleave(call.heads // value_BKME.shape[1], dim=1)
-        number_BK11 = seen_BKM1.sum(-2, keepdim=True)
         value_BKME = torch.where(seen_BKM1, value_BKME, 0.0)
-        mean_BK1E = value_BKME.sum(-2, keepdim=True) / number_BK11.clamp(min=1)
-        # Centred first, so that what all values have in common cannot drown what sets outputs apart.
-        value_BKME = torch.where(seen_BKM1, value_BKME - mean_BK1E, 0.0)
-        self._spread_BH = self._of_heads(torch.linalg.vector_norm(value_BKME, dim=(-2, -1)))
-        self._mean_BH1E = self._of_heads(mean_BK1E)
+        number_BK11 = seen_BKM1.sum(-2, keepdim=True).clamp(min=1)
+        mean_BK1E = value_BKME.sum(-2, keepdim=True, dtype=wide(value_BKME.device)) / number_BK11
+        # Centred first, so that what all values have in common cannot drown what sets outputs apart: in two steps, of
+        # which each rounds by a part of the difference only.
+        value_BKME -= mean_BK1E.float()
+        value_BKME -= (mean_BK1E - mean_BK1E.float()).float()
+        value_BKME *= seen_BKM1
+        # Weights are as small as numbers can be. Of large values the products are no smaller than that; numbers below
+        # the normal range would make them take several times as long.
+        largest_BK11 = torch.linalg.vector_norm(value_BKME, ord=torch.inf, dim=(-2, -1), keepdim=True)
+        is_scalable_BK11 = largest_BK11.isfinite() & (largest_BK11 > 0)
+        scale_BK11 = torch.where(is_scalable_BK11, _LARGE / largest_BK11, 1.0)
+        value_BKME *= scale_BK11
+        self._spread_BH = self._of_heads(torch.linalg.vector_norm(value_BKME, dim=(-2, -1), dtype=mean_BK1E.dtype))
+        self._mean_BH1E = self._of_heads(mean_BK1E * scale_BK11)
         # A head whose values are not finite has no value; its numbers must not spoil products.
-        self._value_BKME = value_BKME.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).float()
+        self._value_BKME = value_BKME.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self._sum_BHE = torch.zeros_like(self._mean_BH1E[:, :, 0])
         self._square_sum_BH = torch.zeros_like(self._spread_BH)
         self._rows_BH = torch.zeros_like(self._spread_BH)

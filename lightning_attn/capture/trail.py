@@ -1,0 +1,178 @@
+"""What is known of tensors between the product of queries and keys and the product with the values.
+
+A trail leads from logits to a softmax to weights; each kind of thing on it is a class here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_attn.capture.axes import Axes
+from lightning_attn.capture.call import HIDING_PENALTY
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What hides keys: booleans that are true where it does, or a penalty that was added to logits of some shape."""
+
+    tensor: Tensor
+    shape: torch.Size
+
+    def hidden(self) -> Tensor:
+        """Where keys are hidden, in the shape of the logits."""
+        hidden = self.tensor if self.tensor.dtype == torch.bool else self.tensor <= HIDING_PENALTY
+        return hidden.expand(self.shape)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Descends from a product of two activations.
+
+    Args:
+        axes: what its axes mean; `LEFT` and `RIGHT` are the tokens that are compared.
+        masks: what hides keys in it.
+        has_unseen_mask: whether something was written into it that may have been a mask.
+        shift: what was subtracted from each row.
+        refusal: why it cannot be read.
+    """
+
+    axes: Axes
+    masks: tuple[Mask, ...] = ()
+    has_unseen_mask: bool = False
+    shift: Tensor | None = None
+    refusal: str | None = None
+
+
+@dataclass(eq=False)
+class Softmax:
+    """A softmax that may be an attention's, from when it is taken until its result multiplies values.
+
+    Args:
+        logits: what entered it.
+        axes: what their axes mean; `KEY` is the one it is taken over.
+        history: how they were made.
+        modules: the modules that were computing, from the innermost outwards.
+        version: how often the logits had been written to.
+        changed_by: the operation that made something else of its result.
+        is_done: whether its result has multiplied values.
+    """
+
+    logits: Tensor
+    axes: Axes
+    history: Logits
+    modules: tuple[nn.Module, ...]
+    version: int
+    changed_by: str | None = None
+    refusal: str | None = None
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class RowMaximum:
+    """The largest logit of each row, or of all."""
+
+
+@dataclass(frozen=True)
+class RowLogSum:
+    """The logarithm of the sum of the exponentials along an axis."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class LogWeights:
+    """The logarithm of a softmax."""
+
+    softmax: Softmax
+
+
+@dataclass(frozen=True)
+class Exponentials:
+    """The exponentials of logits, not yet divided by their sum."""
+
+    logits: Tensor
+    history: Logits
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """The sum of exponentials along an axis."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The result of one softmax, or what was made of several, on the way to the values.
+
+    Args:
+        softmaxes: where it came from.
+        axes: what its axes mean.
+        first_column: which of the softmax's keys its first column belongs to.
+    """
+
+    softmaxes: tuple[Softmax, ...]
+    axes: Axes
+    first_column: int = 0
+
+
+@dataclass(frozen=True)
+class WeightedValues:
+    """Every value times its weight, not yet summed over the keys."""
+
+    weights: Weights
+    tensor: Tensor
+    key_axis: int
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A weight of the model or a number that no data went into; or made of one such tensor alone."""
+
+
+Followed = Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+
+
+CONSTANT = Constant()
+SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
+
+
+class Trail:
+    """What is known of tensors, for as long as they live.
+
+    They are told apart as objects: the number that `id` gives is used again for another one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Followed]] = {}
+
+    def get(self, thing: object) -> Followed | None:
+        """What is known of a tensor."""
+        known = self._known.get(id(thing))
+        if known is not None and known[0]() is thing:
+            return known[1]
+        return CONSTANT if type(thing) is nn.Parameter else None
+
+    def set(self, tensor: Tensor, followed: Followed | None) -> None:
+        """Know something of a tensor from now on, or nothing any more."""
+        key = id(tensor)
+        if followed is None:
+            self._known.pop(key, None)
+            return
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is reference:
+                del self._known[key]
+
+        self._known[key] = (weakref.ref(tensor, forget), followed)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()

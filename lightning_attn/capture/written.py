@@ -1,0 +1,125 @@
+"""Reading an attention that a model has written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
+from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
+from lightning_attn.capture.isolation import written_to
+from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.trail import Softmax
+
+#: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
+_HIDDEN_BELOW = -3e4
+#: And this low it does in any case.
+_SURELY_HIDDEN_BELOW = -1e30
+#: And this low it is hidden where something was seen that may have been a mask, but not which keys that hides.
+_PROBABLY_HIDDEN_BELOW = HIDING_PENALTY / 2
+#: A mask hides nothing whose logit is above this: logits were moved, or overwritten, after it was applied.
+_NOT_HIDDEN_ABOVE = -20.0
+#: How far apart the logits of a learned sink may be from row to row.
+_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """An attention that was found.
+
+    Args:
+        softmax: its softmax.
+        modules: the modules that computed all of it, from the innermost outwards.
+        value: what was multiplied, (shared axes as in the logits, M, E); ``None`` where it cannot be told.
+        is_grouped: whether query heads of one group multiply the same values.
+        columns: the columns of the softmax that multiplied values.
+    """
+
+    softmax: Softmax
+    modules: tuple[nn.Module, ...]
+    value: Tensor | None
+    is_grouped: bool
+    columns: slice
+
+    @property
+    def device(self) -> torch.device:
+        """Where it was computed."""
+        return self.softmax.logits.device
+
+    @property
+    def _head_axes(self) -> int:
+        """How many of the shared axes are heads. A single one holds sequences, of one head each."""
+        shared = self.softmax.axes.count(SHARED)
+        return max(0, shared - 1) if shared < 3 else 1 + self.is_grouped
+
+    def read(self, sampling: Sampling) -> AttentionCall:
+        """The call, with its logits as they entered the softmax and the masks that were seen entering.
+
+        Raises:
+            UnreadableError: if what was computed is not the softmax of its logits.
+        """
+        softmax, history = self.softmax, self.softmax.history
+        if softmax.refusal is not None:
+            raise UnreadableError(softmax.refusal)
+        if softmax.version != written_to(softmax.logits):
+            raise UnreadableError("its logits are overwritten before its weights multiply the values")
+
+        def arrange(tensor: Tensor) -> Tensor:
+            return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
+
+        all_columns_BHNM = arrange(softmax.logits)
+        if history.shift is not None:
+            all_columns_BHNM = all_columns_BHNM + arrange(history.shift)
+        logits_BHNM = all_columns_BHNM[..., self.columns]
+        hidden_BHNM = torch.zeros_like(logits_BHNM, dtype=torch.bool)
+        has_unseen_mask = history.has_unseen_mask
+        for mask in history.masks:
+            if mask.shape == self._shape:
+                hidden_BHNM |= arrange(mask.hidden())
+            else:  # the logits were cut since
+                has_unseen_mask = True
+        if bool((hidden_BHNM & (logits_BHNM > _NOT_HIDDEN_ABOVE)).any()):
+            hidden_BHNM, has_unseen_mask = torch.zeros_like(hidden_BHNM), True
+        if has_unseen_mask:
+            hidden_BHNM |= logits_BHNM <= _PROBABLY_HIDDEN_BELOW
+        else:
+            hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if bool(hidden_BHNM.any()) else _HIDDEN_BELOW)
+        sequences, heads, queries, keys = logits_BHNM.shape
+        return AttentionCall(
+            site=sampling.site,
+            query=logits_BHNM.new_empty(sequences, heads, queries, 0),
+            key=logits_BHNM.new_empty(sequences, heads, keys, 0),
+            value=self._value(sampling) if sampling.with_values else None,
+            scale=1.0,
+            visibility=Visibility(mask=~hidden_BHNM),
+            self_attention=queries == keys,
+            sink_logits=self._sink_logits(all_columns_BHNM),
+            logit_matrix=logits_BHNM,
+        )
+
+    @property
+    def _shape(self) -> torch.Size:
+        """The shape of the logits without the columns that have no value."""
+        shape = list(self.softmax.logits.shape)
+        shape[self.softmax.axes.index(KEY)] = self.columns.stop - self.columns.start
+        return torch.Size(shape)
+
+    def _value(self, sampling: Sampling) -> Tensor | None:
+        if self.value is None or self.softmax.changed_by is not None:
+            return None
+        axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
+        return arranged(self.value, axes, self._head_axes, sampling.max_sequences)
+
+    def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
+        """What the columns without a value amount to, as one logit per head."""
+        without_value_M = torch.ones(all_columns_BHNM.shape[-1], dtype=torch.bool, device=self.device)
+        without_value_M[self.columns] = False
+        if not bool(without_value_M.any()):
+            return None
+        sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
+        sink_H = sink_BHN[0, :, 0]
+        if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise UnreadableError("its softmax has columns without a value whose logits differ from row to row")
+        return sink_H
