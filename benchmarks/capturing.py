@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from statistics import quantiles
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from models import SIZES, Attention, LanguageModel, Size, WrittenOutAttention
 from random_calls import described, random_call
 from table import Row, goal, judged
 from torch.overrides import TorchFunctionMode
-from turns import Effort, progress, ratios, seconds_of
+from turns import Effort, progress, quartiles, ratios, seconds_of
 
 from lightning_attn import observe
 from lightning_attn.capture import Capture
@@ -38,6 +37,7 @@ class EmptyMode(TorchFunctionMode):
 def capture_rows(effort: Effort) -> Iterator[Row]:
     yield observe_row(effort)
     size = SIZES["demo"]
+    # A capture hears every function that torch shows to modes, and follows a softmax to what it is multiplied with.
     yield from tracing_rows(size, Attention, "fused attention", effort)
     yield from tracing_rows(size, WrittenOutAttention, "attention written out with softmax", effort)
     yield from compiled_rows(effort)
@@ -75,12 +75,12 @@ def tracing_rows(size: Size, attention: type[Attention], kind: str, effort: Effo
 
 
 def observe_row(effort: Effort) -> Row:
-    """A kernel that tells of itself must not pay for it on the steps that nobody watches."""
+    """What a kernel that tells of itself pays for it on the steps that nobody watches."""
     call = random_call(1, 128, is_causal=True)
     progress("telling of attention when nobody watches")
     timer = timeit.Timer(lambda: observe(call.query, call.key, call.value, is_causal=True))
     nanoseconds = [1e9 * seconds / OBSERVE_CALLS for seconds in timer.repeat(effort.rounds, OBSERVE_CALLS)]
-    low, middle, high = quantiles(nanoseconds, n=4, method="inclusive")
+    low, middle, high = quartiles(nanoseconds)
     return Row(
         "`observe()` when nobody watches",
         described(call),

@@ -12,7 +12,7 @@ from pathlib import Path
 from kinds import ALL, NOT_SPECTRAL
 from random_calls import described, random_call, statistics_of
 from table import Row, at_most, judged
-from turns import Effort, progress
+from turns import Effort, progress, quartiles
 
 TOKENS = 8192
 
@@ -46,18 +46,24 @@ def _status_bytes(field: str) -> int:
     raise LookupError(field)
 
 
-def memory_rows(_: Effort) -> Iterator[Row]:
+def memory_rows(effort: Effort) -> Iterator[Row]:
     call = random_call(1, TOKENS, is_causal=True)
     matrix_megabytes = call.heads * TOKENS**2 * 4 / 1e6
     for measured, names in (("all but spectral statistics", NOT_SPECTRAL), ("all statistics", ALL)):
         progress(f"peak memory of measuring one call ({described(call)}; {measured})")
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh_process:
-            megabytes = fresh_process.submit(extra_megabytes, TOKENS, names).result()
+        low, middle, high = quartiles([_in_a_fresh_process(names) for _ in range(effort.rounds)])
         yield Row(
             f"peak extra memory of measuring a call, {measured}",
             described(call),
             f"dense matrices, {matrix_megabytes:.0f} MB each",
-            f"{megabytes:.0f} MB",
-            "",
-            judged(megabytes, at_most(128)),
+            f"{middle:.0f} MB",
+            f"{low:.0f} – {high:.0f}",
+            judged(middle, at_most(128)),
         )
+
+
+def _in_a_fresh_process(names: Sequence[str]) -> float:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh_process:
+        megabytes = fresh_process.submit(extra_megabytes, TOKENS, names).result()
+    progress(f"  {megabytes:.0f} MB")
+    return megabytes

@@ -60,7 +60,7 @@ def legend(effort: Effort) -> str:
         "Spectral, of one sequence": SPECTRAL,
         "Of hidden states": OF_STATES,
     }
-    rounds = f"{counted(effort.rounds, 'round')}, and of {effort.rounds_of_short_steps} where short steps hardly differ"
+    rounds = f"{counted(effort.rounds, 'round')}, and of {effort.rounds_of_short_steps} where short steps are compared"
     return " ".join([f"Medians of {rounds}.", *(f"*{kind}*: {code(names)}." for kind, names in kinds.items())])
 
 

@@ -48,7 +48,7 @@ class Ratio:
     @classmethod
     def of(cls, values: list[float], baseline_seconds: float) -> Ratio:
         """The ratio whose value in each round is given."""
-        low, middle, high = quantiles(values, n=4, method="inclusive")
+        low, middle, high = quartiles(values)
         return cls(middle, low, high, baseline_seconds)
 
     def row(self, measured: str, setting: str, baseline: str, *limits: tuple[str, float]) -> Row:
@@ -83,6 +83,12 @@ def ratios(baseline: Callable[[], float], others: dict[str, Callable[[], float]]
         latest = ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items())
         progress(f"  round {number + 1} of {rounds}: {1000 * before:.1f} ms; {latest}")
     return {name: Ratio.of(values, median(baselines)) for name, values in found.items()}
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """What bounds the middle half of the rounds, and their median between."""
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def seconds_of(function: Callable[[], object], calls: int) -> float:
