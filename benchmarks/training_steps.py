@@ -1,0 +1,136 @@
+"""What the monitor adds to a training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from kinds import NOT_SPECTRAL, OF_STATES
+from lightning.pytorch import Callback, Trainer
+from models import SIZES, LanguageModel, Size
+from table import Row, at_most, goal, judged
+from torch.utils.data import DataLoader
+from turns import Effort, progress, ratios, seconds_of
+
+from lightning_attn import AttentionMonitor, AttentionObserver
+from lightning_attn.tensorboard import heat_map
+
+DEFAULT_CADENCE, HEAT_MAP_CADENCE = 50, 500
+WARM_UP_STEPS = 4
+
+
+class Stopwatch(Callback):
+    """Takes the time whenever a batch begins.
+
+    As the first callback of its Trainer it divides a run into steps that each hold every hook of the callbacks behind
+    it, at both ends of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def step_seconds(
+    size: Size, steps: int, every_n_steps: int | None = None, statistics: list[str] | None = None
+) -> float:
+    """Seconds of one training step in a run of its own.
+
+    A capture happens on one step in ``every_n_steps``, where a median over steps would not see it. So it enters with
+    that share: what is returned is the mean step of a whole period between captures, each of its two kinds of steps
+    taken by its median.
+
+    Args:
+        size: of the model.
+        steps: how many steps to measure.
+        every_n_steps: the cadence of the monitor; ``None`` for a run without it.
+        statistics: of the monitor.
+    """
+    torch.manual_seed(0)
+    stopwatch = Stopwatch()
+    callbacks: list[Callback] = [stopwatch]
+    if every_n_steps is not None:
+        monitor = AttentionMonitor(every_n_steps, statistics=statistics, print_summary=False)
+        callbacks.append(monitor)
+    all_steps = WARM_UP_STEPS + steps + 1  # the last one only ends the one before
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=all_steps,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = [size.random_batch() for _ in range(all_steps)]
+    trainer.fit(LanguageModel(size), DataLoader(batches, batch_size=None))
+
+    seconds = [end - start for start, end in pairwise(stopwatch.times)]
+    measured = range(WARM_UP_STEPS, WARM_UP_STEPS + steps)
+    if every_n_steps is None:
+        return median(seconds[step] for step in measured)
+    captures = range(0, all_steps, every_n_steps)
+    if len(monitor.history) != len(captures):
+        raise RuntimeError(f"There were {len(monitor.history)} captures, not {len(captures)}.")
+    capture_seconds = median(seconds[step] for step in measured if step in captures)
+    if every_n_steps == 1:
+        return capture_seconds
+    other_seconds = median(seconds[step] for step in measured if step not in captures)
+    return other_seconds + (capture_seconds - other_seconds) / every_n_steps
+
+
+def training_rows(effort: Effort) -> Iterator[Row]:
+    for name, size in SIZES.items():
+        setting = f"{name} LM: {size}"
+        progress(f"training steps of the {setting}")
+        # A run is compared with one of the same length: its first steps may be faster or slower than later ones.
+        default = ratios(
+            lambda size=size: step_seconds(size, DEFAULT_CADENCE),
+            {"default": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE)},
+            effort.rounds_of_short_steps if name == "demo" else effort.rounds,
+        )["default"]
+        every_step = ratios(
+            lambda size=size: step_seconds(size, effort.steps),
+            {
+                "hidden states": lambda size=size: step_seconds(size, effort.steps, 1, OF_STATES),
+                "not spectral": lambda size=size: step_seconds(size, effort.steps, 1, NOT_SPECTRAL),
+                "all": lambda size=size: step_seconds(size, effort.steps, 1),
+            },
+            effort.rounds,
+        )
+        yield default.row("training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03))
+        yield heat_map_row(size, setting, default.baseline_seconds)
+        yield every_step["hidden states"].row(
+            f"training step, `every_n_steps=1`, the {len(OF_STATES)} statistics of hidden states alone",
+            setting,
+            "plain step",
+        )
+        yield every_step["not spectral"].row(
+            "training step, `every_n_steps=1`, all but spectral statistics", setting, "plain step", goal(1.10)
+        )
+        yield every_step["all"].row("training step, `every_n_steps=1`, all statistics", setting, "plain step")
+
+
+def heat_map_row(size: Size, setting: str, step_seconds: float) -> Row:
+    """What TensorBoard's heat maps add. The runs above have no logger, so that disks are not measured."""
+    model = LanguageModel(size)
+    observer = AttentionObserver(model)
+    with observer:
+        model(size.random_batch())
+    snapshot = observer.snapshot()
+    seconds = seconds_of(lambda: [heat_map(snapshot, name) for name in snapshot.statistics], calls=1)
+    ratio = 1 + seconds / (HEAT_MAP_CADENCE * step_seconds)
+    return Row(
+        f"training step, the heat maps of all statistics every {HEAT_MAP_CADENCE} steps alone",
+        setting,
+        f"plain step, {1000 * step_seconds:.3g} ms",
+        f"× {ratio:.3f}",
+        "",
+        judged(ratio, at_most(1.03)),
+    )
