@@ -10,6 +10,7 @@ import torch
 from transformers import BertConfig
 
 from lightning_attn import AttentionObserver
+from lightning_attn.statistics import known_statistics
 
 
 @pytest.fixture
@@ -53,7 +54,8 @@ def test_what_padding_holds_changes_nothing(tokenizer: hugging_face.Tokenizer) -
         vocab_size=6, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_labels=8
     )
     model = hugging_face.TopicClassifier(config, learning_rate=0.001).eval()
-    observer = AttentionObserver(model, spectral_sequences=None)
+    alone = [name for name, statistic in known_statistics().items() if not statistic.compares_sequences]
+    observer = AttentionObserver(model, statistics=alone, spectral_sequences=None)
     paragraphs = [(["a", "mapping"], 5), (["is", "a", "list", "a"], 3), (["a", "dict", "is"], 1)]
     with observer:
         model.model(**tokenizer(paragraphs))
