@@ -44,7 +44,7 @@ class ByHand(Attention):
         query, key, value = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         fused = functional.scaled_dot_product_attention(query, key, value)
         mixed = (query @ key.transpose(-1, -2) * 0.5).softmax(-1) @ value
-        return (mixed + fused).transpose(1, 2).flatten(2)
+        return (mixed + fused).permute(0, 2, 1, 3).flatten(2)
 
 
 class MultiheadSelfAttention(nn.Module):
@@ -387,6 +387,15 @@ def test_autocast_switched_on_without_a_context(kind: type[nn.Module]) -> None:
 SAVED = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default]
 
 
+#: What an observer would do, in the middle of the pass, to look at tensors.
+LOOKS = {"view", "permute", "transpose", "expand", "unsqueeze", "slice", "select", "clone", "mul", "le", "where"}
+
+
+def save_views(context: object, function: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    name = function._overloadpacket.__name__
+    return CheckpointPolicy.MUST_SAVE if function in SAVED or name in LOOKS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def save_products(context: object, function: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if function in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -399,6 +408,9 @@ CHECKPOINTS = {
     ),
     "selective by policy": partial(
         checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_products)
+    ),
+    "selective, with views": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_views)
     ),
     "nested": lambda block, x: checkpoint(lambda x: checkpoint(block, x, use_reentrant=False), x, use_reentrant=False),
 }
