@@ -120,9 +120,7 @@ class SoftmaxFollower:
     ) -> None:
         self._modules = modules
         self._found = found
-        self._trail = Trail()
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._trail.set(tensor, CONSTANT)
+        self._trail = Trail(constants=(*model.parameters(), *model.buffers()))
 
     def close(self) -> None:
         """Forget everything."""

@@ -6,6 +6,7 @@ A trail leads from logits to a softmax to weights; each kind of thing on it is a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -147,9 +148,13 @@ class Trail:
     """What is known of tensors, for as long as they live.
 
     They are told apart as objects: the number that `id` gives is used again for another one.
+
+    Args:
+        constants: tensors that live as long as this does, and that no data went into.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Iterable[Tensor] = ()) -> None:
+        self._constants = {id(tensor): tensor for tensor in constants}
         self._known: dict[int, tuple[weakref.ref[Tensor], Followed]] = {}
 
     def get(self, thing: object) -> Followed | None:
@@ -157,13 +162,16 @@ class Trail:
         known = self._known.get(id(thing))
         if known is not None and known[0]() is thing:
             return known[1]
-        return CONSTANT if type(thing) is nn.Parameter else None
+        if self._constants.get(id(thing)) is thing or type(thing) is nn.Parameter:
+            return CONSTANT
+        return None
 
     def set(self, tensor: Tensor, followed: Followed | None) -> None:
         """Know something of a tensor from now on, or nothing any more."""
         key = id(tensor)
         if followed is None:
             self._known.pop(key, None)
+            self._constants.pop(key, None)
             return
 
         def forget(reference: weakref.ref[Tensor]) -> None:
@@ -176,3 +184,4 @@ class Trail:
     def clear(self) -> None:
         """Forget everything."""
         self._known.clear()
+        self._constants.clear()
