@@ -12,6 +12,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import getclosurevars
+from types import FunctionType
 from typing import cast
 
 import torch
@@ -142,7 +144,7 @@ def _stance(name: str) -> AbstractContextManager[object]:
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    """The modules of a model that `torch.compile` was applied to: as a whole, to their call, or to a method.
+    """The modules of a model that `torch.compile` was applied to: as a whole, to their call, or to a function they use.
 
     Nothing public tells them. What carries none of the marks that are looked for here is taken for not compiled.
     """
@@ -152,12 +154,22 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    methods = (getattr(type(module), "forward", None), *vars(module).values())
     return (
         any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
         or getattr(module, "_compiled_call_impl", None) is not None
-        or any(hasattr(method, "_torchdynamo_orig_callable") for method in methods if callable(method))
+        or any(hasattr(function, "_torchdynamo_orig_callable") for function in _functions_of(module))
     )
+
+
+def _functions_of(module: nn.Module) -> Iterator[object]:
+    """What the module's ``forward`` may call that is no module: its attributes, and what its code names."""
+    forward = getattr(type(module), "forward", None)
+    yield forward
+    yield from (attribute for attribute in vars(module).values() if callable(attribute))
+    if isinstance(forward, FunctionType):
+        variables = getclosurevars(forward)
+        yield from variables.nonlocals.values()
+        yield from variables.globals.values()
 
 
 @contextmanager

@@ -214,11 +214,11 @@ def test_a_model_that_is_not_compiled_is_watched_whatever_was_asked() -> None:
 
 def test_a_compiled_function_that_nobody_can_tell_of_is_not_compiled_again_while_compiled_modules_are_skipped() -> None:
     counter = torch._dynamo.testing.CompileCounter()
-    attend = torch.compile(functional.scaled_dot_product_attention, backend=counter)
+    functions = [torch.compile(functional.scaled_dot_product_attention, backend=counter)]
 
     class CallsIt(nn.Module):
         def forward(self, tokens: Tensor) -> Tensor:
-            return attend(tokens, tokens, tokens)
+            return functions[0](tokens, tokens, tokens)
 
     model, tokens = CallsIt(), torch.randn(2, 4, 8, 16)
     model(tokens)
@@ -236,15 +236,28 @@ def test_compiled_modules_are_told(compile_: Compile) -> None:
     assert compiled_modules(compile_(Stack(), "eager")) == expected
 
 
-def test_compiled_methods_and_attributes_are_told() -> None:
+compiled_globally = torch.compile(functional.scaled_dot_product_attention, backend="eager")
+
+
+def test_compiled_methods_and_functions_are_told() -> None:
+    compiled_outside = torch.compile(functional.scaled_dot_product_attention, backend="eager")
+
+    class Global(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled_globally(x, x, x)
+
+    class Outside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled_outside(x, x, x)
+
     class Method(nn.Module):
         @torch.compile(backend="eager")
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    holder = nn.Sequential(nn.Identity(), Method())
+    holder = nn.Sequential(nn.Identity(), Method(), Global(), Outside(), nn.ReLU())
     holder[0].attend = torch.compile(functional.scaled_dot_product_attention, backend="eager")
-    assert compiled_modules(holder) == ["0", "1"]
+    assert compiled_modules(holder) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("make", [AttentionMonitor, lambda **given: AttentionObserver(nn.Identity(), **given)])
