@@ -16,9 +16,14 @@ class History(Sequence[Snapshot]):
 
     Args:
         size: how many are kept.
+
+    Raises:
+        ValueError: if the size is not a positive integer.
     """
 
     def __init__(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"`size` must be a positive integer, got {size!r}.")
         self._snapshots: deque[Snapshot] = deque(maxlen=size)
 
     def __len__(self) -> int:

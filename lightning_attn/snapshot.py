@@ -148,13 +148,17 @@ class Snapshot:
             row[: len(of_site)] = of_site
         return matrix
 
-    def select(self, sites: SitePatterns | None = None, statistics: Iterable[str] | None = None) -> Snapshot:
+    def select(
+        self, sites: SitePatterns | str | Sequence[str] | None = None, statistics: Iterable[str] | None = None
+    ) -> Snapshot:
         """A snapshot of some sites and statistics; what it does not hold is left out.
 
         Args:
-            sites: patterns of the sites; ``None`` for all.
+            sites: glob patterns of the sites; ``None`` for all.
             statistics: names; ``None`` for all.
         """
+        if sites is not None and not isinstance(sites, SitePatterns):
+            sites = SitePatterns(sites)
         heads = {site: count for site, count in self.heads.items() if sites is None or sites.match(site)}
         names = self.statistics if statistics is None else tuple(n for n in statistics if n in self.statistics)
         if heads == dict(self.heads) and names == self.statistics:

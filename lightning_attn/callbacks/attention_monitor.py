@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,7 +88,13 @@ class AttentionMonitor(Callback):
             if heat_map_every_n_steps is not None:
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", "or None for no heat maps")
             check_positive(history_size, "history_size")
+            if not isinstance(callback_metrics, (str, Sequence, type(None))):
+                raise ValueError(
+                    f"`callback_metrics` must be a name, a list of them or None, got {callback_metrics!r}."
+                )
             metrics = (callback_metrics,) if isinstance(callback_metrics, str) else tuple(callback_metrics or ())
+            if prefix is not None and not (isinstance(prefix, str) and prefix.strip("/")):
+                raise ValueError(f"`prefix` must be a name that tags begin with, or None, got {prefix!r}.")
             if stage not in ("train", "validate"):
                 raise ValueError(f"`stage` must be 'train' or 'validate', got {stage!r}.")
             if stage == "validate" and max_overhead is not None:
@@ -101,7 +107,7 @@ class AttentionMonitor(Callback):
         self._stage = stage
         self._callback_metrics: dict[str, float | None] = dict.fromkeys(metrics)
         self._print_summary = print_summary
-        self._prefix = prefix or ("attention" if stage == "train" else "attention_validate")
+        self._prefix = (prefix or "").strip("/") or ("attention" if stage == "train" else "attention_validate")
         self._notices = Notices()
         self._log = SnapshotLog(self._prefix, heat_map_every_n_steps, self._notices)
         self._key = self._generate_state_key(

@@ -47,6 +47,7 @@ def isolated(device: torch.device) -> Iterator[None]:
             stack.callback(torch.autocast_decrement_nesting)
             stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(_full_precision_products())
+        stack.enter_context(_single_precision_by_default())
         yield
 
 
@@ -89,6 +90,20 @@ def _without_dispatch_modes() -> AbstractContextManager[object]:
     if not _get_current_dispatch_mode_stack():  # to disable none takes a tenth of a millisecond
         return nullcontext()
     return cast(AbstractContextManager[object], _disable_current_modes())
+
+
+@contextmanager
+def _single_precision_by_default() -> Iterator[None]:
+    """Make new tensors in float32; training in a "true" half or double precision makes them in that."""
+    default = torch.get_default_dtype()
+    if default == torch.float32:
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 @contextmanager

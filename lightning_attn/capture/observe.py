@@ -74,6 +74,7 @@ def observe(
 
     def read(sampling: Sampling) -> AttentionCall:
         _check(query, key, value, attn_mask, sink_logits)
+        _check_numbers(scale=scale, soft_cap=soft_cap)
         query_BHND, key_BKMD = query[: sampling.max_sequences], key[: sampling.max_sequences]
         mask = attn_mask
         if mask is not None:
@@ -85,7 +86,7 @@ def observe(
             query=query_BHND,
             key=key_BKMD,
             value=value[: sampling.max_sequences] if value is not None and sampling.with_values else None,
-            scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+            scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
             visibility=Visibility(
                 causal_offset=key.shape[2] - query.shape[2] if is_causal else None,
                 mask=mask if is_boolean else None,
@@ -96,16 +97,32 @@ def observe(
             sink_logits=sink_logits,
         )
 
+    device = getattr(query, "device", torch.device("cpu"))  # what is no tensor is refused where it is read
     for sightings in _WATCHING:
-        sightings.take(read, query.device)
+        sightings.take(read, device)
 
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor | None, attn_mask: Tensor | None, sink_logits: Tensor | None
 ) -> None:
     """Refuse what does not fit together, with a message that names the argument."""
+    given = {"query": query, "key": key, "value": value, "sink_logits": sink_logits}
+    for name, tensor in given.items():
+        if tensor is None and name in ("value", "sink_logits"):
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
+            raise UnreadableError(f"`{name}` given to `observe` must be a floating-point tensor, got {kind}")
+    if attn_mask is not None and not (
+        isinstance(attn_mask, Tensor) and (attn_mask.dtype == torch.bool or attn_mask.is_floating_point())
+    ):
+        kind = attn_mask.dtype if isinstance(attn_mask, Tensor) else repr(attn_mask)
+        raise UnreadableError(
+            f"`attn_mask` given to `observe` must be boolean, true where a key may be seen, or added to the logits and "
+            f"floating-point, got {kind}"
+        )
     shape = tuple(query.shape)
-    if query.dim() != 4:
+    if query.dim() != 4 or not shape[3]:
         raise UnreadableError(f"`query` given to `observe` must be (B, H, N, D), got {shape}")
     sequences, heads, queries, width = shape
     if key.dim() != 4 or (key.shape[0], key.shape[3]) != (sequences, width) or not key.shape[1] or heads % key.shape[1]:
@@ -131,3 +148,9 @@ def _check(
             f"`sink_logits` given to `observe` must have one entry for each of {heads} heads, "
             f"got {tuple(sink_logits.shape)}"
         )
+
+
+def _check_numbers(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, (int, float)) and math.isfinite(number) and number > 0):
+            raise UnreadableError(f"`{name}` given to `observe` must be a positive number or None, got {number!r}")

@@ -36,6 +36,7 @@ from lightning_attn.capture.call import HIDING_PENALTY
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
 from lightning_attn.capture.operation import Operation, name_of, tensors_among
 from lightning_attn.capture.trail import (
+    COMPUTED_CONSTANT,
     CONSTANT,
     Constant,
     Exponentials,
@@ -58,9 +59,10 @@ _TOLERANCE = 1e-2
 #: So many rows are looked at to tell whether they are.
 _CHECKED_ROWS = 8
 
-#: What these make of weights of the model alone, or of nothing, is an activation all the same: a learned query that is
-#: looked up, data that are drawn.
-_MAKES_ACTIVATIONS = ("conv", "bilinear", "embedding", "rand")
+#: Data that are drawn, of nothing.
+_DRAWS = {"rand", "randn", "randint", "normal", "bernoulli"}
+#: These compute something of two weights of the model, as products do.
+_COMPUTES = ("conv", "bilinear")
 #: These write activations into a buffer of the model.
 _WRITES_ENTRIES = {Tensor.__setitem__, Tensor.copy_, Tensor.index_copy_, Tensor.scatter_}
 #: The method that sees a function of another name.
@@ -134,7 +136,7 @@ class SoftmaxFollower:
         if known.count(None) + known.count(CONSTANT) == len(known):
             if is_contraction(function):
                 factors = known[:2] if function is functional.linear else known[-2:]
-                if CONSTANT in factors:
+                if CONSTANT in factors and None in factors:
                     return
             elif None in known:
                 if known[0] is CONSTANT and function in _WRITES_ENTRIES:
@@ -154,10 +156,12 @@ class SoftmaxFollower:
             self._trail.set(tensor, None)  # what was computed in place is something else now
         if call.name.endswith("_like"):  # of its operand it has nothing but the shape
             return
-        if call.known.count(CONSTANT) == len(call.known):
-            if product is None and not call.name.startswith(_MAKES_ACTIVATIONS):
-                for tensor in call.results:
-                    self._trail.set(tensor, CONSTANT)
+        if all(isinstance(followed, Constant) for followed in call.known):
+            if call.name in _DRAWS:
+                return  # data that are drawn
+            is_computed = product is not None or COMPUTED_CONSTANT in call.known or call.name.startswith(_COMPUTES)
+            for tensor in call.results:
+                self._trail.set(tensor, COMPUTED_CONSTANT if is_computed else CONSTANT)
         elif call.results:
             getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
 
@@ -168,7 +172,12 @@ class SoftmaxFollower:
         left, right = self._trail.get(product.left), self._trail.get(product.right)
         if isinstance(left, Weights) or isinstance(right, Weights):
             return self._multiply(product, left, right)
-        if isinstance(left, Constant) or isinstance(right, Constant):
+        if isinstance(left, Exponentials) or isinstance(right, Exponentials):
+            self._refuse_exponentials(product, left, right)
+            return True
+        if isinstance(left, Constant) and isinstance(right, Constant):
+            return False
+        if left is CONSTANT or right is CONSTANT:
             logits, labels = (left, product.left_axes) if isinstance(left, Logits) else (right, product.right_axes)
             # Weights of the model may mix heads. A layer on tokens or channels makes something else of them.
             return not isinstance(logits, Logits) or any(
@@ -180,8 +189,24 @@ class SoftmaxFollower:
             # With a factor of 0, what is added may be memory that nobody has written.
             factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
             masks = (Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
-            self._trail.set(result, Logits(axes, masks=masks))
+            without_data = frozenset(
+                side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
+            )
+            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data))
         return True
+
+    def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
+        """Exponentials that multiply values before they are divided by their sum."""
+        exponentials, labels, factor = (
+            (left, product.left_axes, right) if isinstance(left, Exponentials) else (right, product.right_axes, left)
+        )
+        assert isinstance(exponentials, Exponentials)
+        for axis, label in enumerate(labels):
+            if label in product.summed and factor is None:
+                softmax = self._softmax(exponentials.logits, exponentials.history, axis)
+                if softmax is not None:
+                    softmax.refusal = "its exponentials multiply the values before they are divided by their sum"
+                    self._find(Weights((softmax,), softmax.axes), exponentials.logits, None)
 
     def _multiply(self, product: Contraction, left: Followed | None, right: Followed | None) -> bool:
         if isinstance(left, Weights) and isinstance(right, Weights):
@@ -196,6 +221,8 @@ class SoftmaxFollower:
         key = labels[weights.axes.index(KEY)]
         if isinstance(factor, Constant):
             return key in product.summed  # a distribution over numbers; otherwise heads are mixed
+        if factor is not None:
+            return True  # the logarithms of a loss, other weights
         if key in product.summed:
             shared = [label for label, axis in zip(labels, weights.axes, strict=True) if axis == SHARED]
             there = [value_labels.index(label) for label in shared if label in value_labels]
@@ -385,6 +412,15 @@ class SoftmaxFollower:
                 softmax.refusal = "its logits are overwritten by their softmax"
             self._trail.set(call.results[0], Weights((softmax,), softmax.axes))
 
+    def _see_gumbel_softmax(self, call: Operation) -> None:
+        """Weights that are drawn."""
+        logits, history = call.logits()
+        axis = call.argument(4, "dim", -1)
+        softmax = None if history is None else self._softmax(logits, history, axis % logits.dim())
+        if softmax is not None:
+            softmax.refusal = "its weights are drawn at random (gumbel_softmax)"
+            self._trail.set(call.results[0], Weights((softmax,), softmax.axes))
+
     def _see_log_softmax(self, call: Operation) -> None:
         self._trail.set(call.results[0], _log_weights(self._softmax_of(call)))
 
@@ -397,14 +433,16 @@ class SoftmaxFollower:
         """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
         if history.axes[axis] == SHARED or history.axes.count(history.axes[axis]) > 1:
             return None
+        if history.axes[axis] in history.without_data:
+            return None  # a codebook, a router: keys that are the same for all data
         # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens.
         beside_keys = [i for i, meaning in enumerate(history.axes) if meaning != SHARED and i != axis]
-        if not beside_keys and history.axes.count(SHARED) > 1:
-            return None  # each query has keys of its own: which of the shared axes the queries are cannot be told
         alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
         queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
+        if not beside_keys and history.axes.count(SHARED) > 1:
+            refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
         if len(alike) > 1:
             refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
         if history.shift is not None and history.shift.shape[axis] != 1:
@@ -469,7 +507,7 @@ class SoftmaxFollower:
             self._keep_logits(call, logits, history)
         else:
             for operand, followed in zip(call.operands, call.known, strict=True):
-                if isinstance(followed, (RowMaximum, RowLogSum, RowSum, LogWeights)):
+                if isinstance(followed, (RowMaximum, RowLogSum, RowSum, LogWeights, Exponentials)):
                     for result in call.results:
                         if result.numel() == operand.numel():
                             self._trail.set(result, followed)

@@ -39,6 +39,7 @@ class Logits:
         masks: what hides keys in it.
         has_unseen_mask: whether something was written into it that may have been a mask.
         shift: what was subtracted from each row.
+        without_data: the axes, `LEFT` or `RIGHT`, of an operand that no data went into.
         refusal: why it cannot be read.
     """
 
@@ -46,6 +47,7 @@ class Logits:
     masks: tuple[Mask, ...] = ()
     has_unseen_mask: bool = False
     shift: Tensor | None = None
+    without_data: frozenset[str] = frozenset()
     refusal: str | None = None
 
 
@@ -134,13 +136,21 @@ class WeightedValues:
 
 @dataclass(frozen=True)
 class Constant:
-    """A weight of the model or a number that no data went into; or made of one such tensor alone."""
+    """A weight of the model or a number that no data went into; or made of one such tensor alone.
+
+    Args:
+        is_computed: whether it is a product of two such, as a learned query that a layer projects. Such queries are
+            compared with keys; as keys or values they hold no data, and what compares with them is a codebook.
+    """
+
+    is_computed: bool = False
 
 
 Followed = Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
 
 
 CONSTANT = Constant()
+COMPUTED_CONSTANT = Constant(is_computed=True)
 SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 
 

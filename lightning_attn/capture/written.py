@@ -51,8 +51,7 @@ class WrittenAttention:
     @property
     def _head_axes(self) -> int:
         """How many of the shared axes are heads. A single one holds sequences, of one head each."""
-        shared = self.softmax.axes.count(SHARED)
-        return max(0, shared - 1) if shared < 3 else 1 + self.is_grouped
+        return 2 if self.is_grouped else max(0, self.softmax.axes.count(SHARED) - 1)
 
     def read(self, sampling: Sampling) -> AttentionCall:
         """The call, with its logits as they entered the softmax and the masks that were seen entering.
@@ -63,6 +62,11 @@ class WrittenAttention:
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
             raise UnreadableError(softmax.refusal)
+        if softmax.axes.count(SHARED) > 2 and not self.is_grouped:
+            raise UnreadableError(
+                "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
+                "cannot be told"
+            )
         if softmax.version != written_to(softmax.logits):
             raise UnreadableError("its logits are overwritten before its weights multiply the values")
 

@@ -18,7 +18,8 @@ class ConsensusRate(RowStatistic):
 
     The matrix of a causal head is triangular, so that its eigenvalues are its diagonal: the first token's is 1, and the
     rate is :math:`1 - \max_{j \ge 2} A_{jj}`. Where a query sees a later key, the eigenvalue is exact up to 128 tokens,
-    and from an iteration beyond: within about 0.01, see `lightning_attn.statistics.eigenvalue`.
+    and from an iteration beyond, within 0.01. Absent where it is ill-conditioned, so that rounding alone would move it:
+    in heads that are nearly, but not quite, causal. See `lightning_attn.statistics.eigenvalue`.
     """
 
     name = "consensus_rate"
@@ -26,7 +27,7 @@ class ConsensusRate(RowStatistic):
     uniform = "1; causal: 1/2"
     reading = (
         "1: one step of this head makes all tokens equal; 0: some token never listens to the others. "
-        "To 0.01 where heads look ahead at more than 128 tokens."
+        "To 0.01 where heads look ahead at more than 128 tokens; absent in heads that are nearly causal."
     )
     source = "Rodríguez Abella et al. 2025 (ICML); Wu et al. 2025, arXiv:2502.01951"
     is_spectral = True
@@ -59,4 +60,4 @@ class ConsensusRate(RowStatistic):
         if isinstance(self._looks_ahead, Tensor) and bool(self._looks_ahead.any()):
             of_matrix_BH = self.row_pass.shared(second_eigenvalue).to(second_BH)
             second_BH = torch.where(self._looks_ahead, of_matrix_BH, second_BH)
-        return mean_over_sequences((1 - second_BH).clamp(0, 1), self._rows > 0)
+        return mean_over_sequences((1 - second_BH).clamp(0, 1), (self._rows > 0) & ~second_BH.isnan())

@@ -22,6 +22,12 @@ _POWERS = (40, 80, 160)
 _POWERS_UNWRITTEN = (10,)
 #: An eigenvalue is settled if its vector is one up to a residual of this.
 _RESIDUAL = 5e-4
+#: An eigenvalue that may be wrong by more than this says nothing. By how much it may be is its condition number times
+#: what the numbers may be wrong by: the weights by their rounding, a subspace by what it leaves out. It is large for
+#: matrices that are far from normal, such as those that are nearly triangular.
+_TOLERANCE = 5e-3
+_ROUNDING_OF_WEIGHTS = 1e-7
+_ERROR_OF_SUBSPACE = 1e-4
 #: Rows that sum to one up to this have the constant vector for an eigenvector.
 _ROUNDING = 1e-4
 
@@ -34,16 +40,21 @@ def second_eigenvalue(row_pass: RowPass) -> Tensor:
     belongs to the eigenvalue 1 where rows sum to one; with :math:`P = I - 1 1^\top / n`, :math:`P A` has the others.
     Where rows sum to less, as with a learned sink, the second one is taken of the whole space.
 
-    What is found so is within 0.01 of the true value for heads whose matrix is not far from normal. Where the
-    iteration does not settle, as for heads that are nearly a permutation, it is the larger of two estimates: the
-    eigenvalue in the subspace, and the rate at which powers of the matrix shrink a vector.
+    What is found so is within 0.01 of the true value. Where the iteration does not settle, as for heads that are nearly
+    a permutation, it is the larger of two estimates: the eigenvalue in the subspace, and the rate at which powers of
+    the matrix shrink a vector.
+
+    Heads that are nearly, but not quite, causal are far from normal: the eigenvalue of their matrix is ill-conditioned,
+    and speaks of more steps than there are tokens. Where that shows, there is no value; where the iteration does not
+    settle on them, it is the rate of the first hundred steps.
 
     Returns:
-        (B, H) in double precision on the CPU. Absent rows count as zero.
+        (B, H) in double precision on the CPU. Absent rows count as zero. NaN where the eigenvalue is ill-conditioned: a
+        change as small as rounding moves it.
     """
     if row_pass.call.queries <= _DECOMPOSED_SIZE:
         try:
-            return _moduli(torch.linalg.eigvals(_matrix(row_pass)))[..., 1]
+            return _eigenvalue(_matrix(row_pass), torch.tensor(1), _ROUNDING_OF_WEIGHTS)[0]
         except RuntimeError:  # LAPACK does not converge for some collapsed heads
             pass
     return _arnoldi(row_pass)
@@ -57,9 +68,33 @@ def _matrix(row_pass: RowPass) -> Tensor:
     return functional.pad(matrix_BHNM, (0, 0, 0, keys - matrix_BHNM.shape[-2]))
 
 
-def _moduli(eigenvalues: Tensor) -> Tensor:
-    """Moduli, the largest first."""
-    return eigenvalues.abs().sort(dim=-1, descending=True).values
+def _eigenvalue(matrix_BHSS: Tensor, place: Tensor, error: float) -> tuple[Tensor, Tensor]:
+    """The modulus of an eigenvalue, NaN where it may be wrong by more than the tolerance; and its vector of length 1.
+
+    The condition number of an eigenvalue is 1 over the product of its two eigenvectors, from either side, of length 1.
+
+    Args:
+        matrix_BHSS: the matrices.
+        place: its place in the order of moduli, 0 for the largest; broadcasts to (B, H).
+        error: what the numbers of the matrix may be wrong by.
+    """
+    values_BHS, vectors_BHSS = torch.linalg.eig(matrix_BHSS)
+    place_BH1 = place.expand(values_BHS.shape[:-1])[..., None]
+    wanted_BH1 = values_BHS.abs().argsort(dim=-1, descending=True).gather(-1, place_BH1)
+    value_BH1, vector_BHS = values_BHS.gather(-1, wanted_BH1), _column(vectors_BHSS, wanted_BH1)
+    from_left_BHS, left_BHSS = torch.linalg.eig(matrix_BHSS.mT)
+    left_BHS = _column(left_BHSS, (from_left_BHS - value_BH1).abs().argmin(dim=-1, keepdim=True))
+    is_uncertain_BH = error > _TOLERANCE * (left_BHS * vector_BHS).sum(-1).abs()
+    # Of several equal eigenvalues, and of many that are next to nothing, it is the vectors that are open.
+    is_one_of_several_BH = ((values_BHS - value_BH1).abs() < 1e-5).sum(-1) > 1
+    modulus_BH = value_BH1[..., 0].abs()
+    is_open_BH = is_one_of_several_BH | (modulus_BH <= _TOLERANCE)
+    return torch.where(is_uncertain_BH & ~is_open_BH, torch.nan, modulus_BH), vector_BHS
+
+
+def _column(matrix_BHSS: Tensor, number_BH1: Tensor) -> Tensor:
+    column_BHS1 = matrix_BHSS.gather(-1, number_BH1[..., None, :].expand(*matrix_BHSS.shape[:-1], 1))
+    return column_BHS1[..., 0]
 
 
 def _arnoldi(row_pass: RowPass) -> Tensor:
@@ -77,7 +112,8 @@ def _arnoldi(row_pass: RowPass) -> Tensor:
         is_settled_BH = (residual_BH <= _RESIDUAL) | ~is_deflated_BH
         if bool(is_settled_BH.all()):
             break
-    return torch.where(is_settled_BH, found_BH, torch.maximum(found_BH, growth_BH.cpu().double()))
+    growth_BH = torch.where(found_BH.isnan(), found_BH, growth_BH.cpu().double())
+    return torch.where(is_settled_BH, found_BH, torch.maximum(found_BH, growth_BH))
 
 
 class _Deflated:
@@ -147,12 +183,10 @@ def _hessenberg(operator: _Deflated, vector_BHN: Tensor) -> tuple[Tensor, Tensor
 def _ritz(hessenberg_BHSS: Tensor, outside_BH: Tensor, is_deflated_BH: Tensor) -> tuple[Tensor, Tensor]:
     """The wanted modulus of an eigenvalue, and the residual of its vector: (B, H) in double precision on the CPU."""
     try:
-        values_BHS, vectors_BHSS = torch.linalg.eig(hessenberg_BHSS.cpu().double())
+        modulus_BH, vector_BHS = _eigenvalue(
+            hessenberg_BHSS.cpu().double(), (~is_deflated_BH).long(), _ERROR_OF_SUBSPACE
+        )
+        return modulus_BH, outside_BH.cpu().double() * vector_BHS[..., -1].abs()
     except RuntimeError:  # LAPACK does not converge: the growth of powers remains
         nothing_BH = torch.zeros_like(outside_BH.cpu(), dtype=torch.float64)
         return nothing_BH, nothing_BH + torch.inf
-    order_BHS = values_BHS.abs().argsort(dim=-1, descending=True)
-    wanted_BH1 = torch.where(is_deflated_BH, order_BHS[..., 0], order_BHS[..., 1])[..., None]
-    last_BHS = vectors_BHSS[..., -1, :].abs()
-    residual_BH = outside_BH.cpu().double() * last_BHS.gather(-1, wanted_BH1)[..., 0]
-    return values_BHS.abs().gather(-1, wanted_BH1)[..., 0], residual_BH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -58,7 +58,7 @@ def resolve(names: str | Sequence[str] | None) -> tuple[type[Statistic], ...]:
     known = known_statistics()
     if names is None:
         return tuple(known.values())
-    wanted = (names,) if isinstance(names, str) else tuple(names)
+    wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
     if not wanted:
         raise ValueError(f"`statistics` must name at least one statistic or be None, got {names!r}.")
     for name in wanted:

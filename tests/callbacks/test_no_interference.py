@@ -53,6 +53,15 @@ def test_under_autocast(model_class: type[Trained]) -> None:
     assert monitor.history
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_in_true_half_and_double_precision(precision: str) -> None:
+    """Lightning has tensors made in that precision while the step runs; ours are not."""
+    monitor = assert_same_run(LanguageModel, precision=precision, steps=6)
+    assert monitor.snapshot is not None and len(monitor.history) == 6
+    assert monitor.snapshot.sites == ("blocks.0.attention", "blocks.1.attention")
+    assert monitor.snapshot.summary("entropy") is not None
+
+
 def test_under_accumulation_and_clipping() -> None:
     assert_same_run(LanguageModel, accumulate_grad_batches=3, gradient_clip_val=0.1, steps=20)
 

@@ -965,3 +965,21 @@ def test_one_token_has_nothing_to_choose_from(kind: type[nn.Module]) -> None:
     snapshot = observer.snapshot()
     assert snapshot.summary("entropy") is None
     assert snapshot.summary("self_weight") == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [*KINDS.values(), ByHand], ids=[*KINDS, "by hand"])
+def test_another_default_of_floating_point_numbers(kind: type[nn.Module], default: torch.dtype) -> None:
+    model, source = Model(kind).eval(), tokens()
+    observer = AttentionObserver(model, strict=True)
+    with observer:
+        model(source)
+    expected = observer.snapshot()
+    torch.set_default_dtype(default)
+    try:
+        with observer:
+            model(source)
+        assert torch.get_default_dtype() == default
+        torch.testing.assert_close(observer.snapshot().values, expected.values, equal_nan=True)
+    finally:
+        torch.set_default_dtype(torch.float32)

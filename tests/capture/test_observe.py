@@ -78,6 +78,10 @@ def test_scale_soft_cap_and_sinks() -> None:
     [
         ({"attn_mask": torch.ones(5, 5)}, r"`attn_mask`.*broadcast to \(3, 2, 6, 6\), got \(5, 5\)"),
         ({"sink_logits": torch.ones(3)}, r"`sink_logits`.*each of 2 heads, got \(3,\)"),
+        ({"attn_mask": torch.ones(6, 6, dtype=torch.long)}, r"`attn_mask`.*must be boolean.*got torch.int64"),
+        ({"attn_mask": "causal"}, r"`attn_mask`.*must be boolean.*got 'causal'"),
+        ({"soft_cap": 0.0}, r"`soft_cap`.*positive number or None, got 0.0"),
+        ({"scale": "x"}, r"`scale`.*positive number or None, got 'x'"),
     ],
 )
 def test_what_does_not_fit_is_reported_and_the_pass_goes_on(told: dict[str, object], message: str) -> None:
@@ -102,6 +106,20 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...] | None, ...], mess
 
     model = Wrong()
     with pytest.warns(AttentionWarning, match=message), record(model) as recording:
+        model()
+    assert not recording.calls
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [(None, "`query`.*floating-point tensor, got None"), (torch.ones(1, 2, 6, 8).long(), "`query`.*got torch.int64")],
+)
+def test_what_is_no_query_is_reported_too(query: Tensor | None, message: str) -> None:
+    class Wrong(nn.Module):
+        def forward(self) -> None:
+            observe(query, torch.zeros(1, 2, 6, 8))
+
+    with pytest.warns(AttentionWarning, match=message), record(model := Wrong()) as recording:
         model()
     assert not recording.calls
 

@@ -443,6 +443,61 @@ def as_many_heads_as_tokens(model: Model, source: Tensor) -> Tensor:
     return scores.softmax(-1).view(SEQUENCES, HEADS * HEADS, HEADS) @ value[:, 0]
 
 
+def window_of_every_query(model: Model, source: Tensor) -> Tensor:
+    """Which of the shared axes holds the queries cannot be told."""
+    query, key, value = model.heads(source)
+    key, value = (functional.pad(part, (0, 0, 2, 0)).unfold(2, 3, 1) for part in (key, value))
+    weights = torch.einsum("bhnd,bhndw->bhnw", query, key).softmax(-1)
+    return torch.einsum("bhnw,bhndw->bhnd", weights, value)
+
+
+def single_query(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    weights = torch.einsum("bhd,bhnd->bhn", query[:, :, -1], key).softmax(-1)
+    return torch.einsum("bhn,bhnd->bhd", weights, value)
+
+
+def chunks(model: Model, source: Tensor) -> Tensor:
+    """Whether heads or chunks come first cannot be told."""
+    query, key, value = (part.unflatten(2, (-1, 2)) for part in model.heads(source[:, : source.shape[1] // 2 * 2]))
+    return (query @ key.mT / 2).softmax(-1) @ value
+
+
+def gumbel(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    return functional.gumbel_softmax(query @ key.mT, dim=-1) @ value
+
+
+def divided_at_the_end(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    exponentials = (query @ key.mT / 4).exp()
+    return exponentials @ value / exponentials.sum(-1, keepdim=True)
+
+
+def exponentials_masked(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    exponentials = (query @ key.mT / 4).exp() * torch.ones(source.shape[1], source.shape[1]).tril()
+    return (exponentials / exponentials.sum(-1, keepdim=True)) @ value
+
+
+REFUSED: dict[Attend, str] = {
+    window_of_every_query: "which axes are heads and queries",
+    single_query: "which axes are heads and queries",
+    chunks: "which of them are heads",
+    gumbel: "drawn at random",
+    divided_at_the_end: "before they are divided by their sum",
+    exponentials_masked: "something else than their sum",
+}
+
+
+@pytest.mark.parametrize("attend", REFUSED, ids=lambda attend: attend.__name__)
+def test_what_cannot_be_read_is_refused_by_name(attend: Attend) -> None:
+    model, source = Model(attend), tokens()
+    with pytest.warns(AttentionWarning, match=f"is not watched: .*{REFUSED[attend]}"), record(model) as recording:
+        model(source)
+    assert not recording.calls
+
+
 def test_queries_that_cannot_be_told_from_heads_are_refused() -> None:
     model, source = Model(as_many_heads_as_tokens), tokens()
     with pytest.warns(AttentionWarning, match="as many heads as tokens"), record(model) as recording:
@@ -490,12 +545,30 @@ def policy_gradient(model: Model, source: Tensor) -> Tensor:
     return -(probabilities * torch.rand(SEQUENCES, TOKENS, TOKENS)).sum(-1).mean()
 
 
-def window_of_every_query(model: Model, source: Tensor) -> Tensor:
-    """Which of the shared axes holds the queries cannot be told."""
-    query, key, value = model.heads(source)
-    key, value = (functional.pad(part, (0, 0, 2, 0)).unfold(2, 3, 1) for part in (key, value))
-    weights = torch.einsum("bhnd,bhndw->bhnw", query, key).softmax(-1)
-    return torch.einsum("bhnw,bhndw->bhnd", weights, value)
+EXPERTS = nn.Embedding(4, 12)
+LAYER = nn.Linear(12, 12)
+
+
+def router_of_embedded_experts(model: Model, source: Tensor) -> Tensor:
+    experts = functional.embedding(torch.arange(4), EXPERTS.weight)
+    shares = (model.query(source) @ experts.T).softmax(-1)
+    return (shares[..., None] * torch.stack([source] * 4, dim=-2)).sum(-2)
+
+
+def router_of_projected_experts(model: Model, source: Tensor) -> Tensor:
+    experts = functional.normalize(LAYER(EXPERTS.weight), dim=-1)
+    return (model.query(source) @ experts.T).softmax(-1) @ torch.stack([source[:, 0]] * 4, dim=1)
+
+
+def codebook_through_a_layer(model: Model, source: Tensor) -> Tensor:
+    codes = LAYER(EXPERTS.weight)
+    return (model.query(source) @ codes.T).softmax(-1) @ codes
+
+
+def contrastive_against_soft_targets(model: Model, source: Tensor) -> Tensor:
+    first, second = model.query(source).mean(1), source.mean(1)
+    targets = (second @ second.T).softmax(-1)
+    return -(targets @ (first @ second.T).log_softmax(-1).T).trace()
 
 
 def gradient_by_a_transform(model: Model, source: Tensor) -> Tensor:
@@ -518,9 +591,12 @@ NOT_SEEN: list[Attend] = [
     prototypes,
     pointer,
     policy_gradient,
-    window_of_every_query,
     gradient_by_a_transform,
     ragged,
+    router_of_embedded_experts,
+    router_of_projected_experts,
+    codebook_through_a_layer,
+    contrastive_against_soft_targets,
 ]
 
 
