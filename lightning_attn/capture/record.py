@@ -50,7 +50,8 @@ def record(
     """Record the attention calls that a model makes while the block runs.
 
     Each call holds the queries, keys and values as they entered the attention function (after rotary embedding and
-    normalisation), its scale and its visibility, copied; a call costs the memory of these tensors. The model is not
+    normalisation), its scale and its visibility, copied; a call costs the memory of these tensors. Of attention that is
+    written out with a softmax it holds the logits (`logit_matrix`) in the place of queries and keys. The model is not
     changed.
 
     Args:
