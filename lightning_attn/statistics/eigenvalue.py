@@ -28,6 +28,8 @@ _RESIDUAL = 5e-4
 _TOLERANCE = 5e-3
 _ROUNDING_OF_WEIGHTS = 1e-7
 _ERROR_OF_SUBSPACE = 1e-4
+#: Beside an eigenvalue, where a system can be solved whose solution is next to its eigenvector.
+_SHIFT = 1e-10
 #: Rows that sum to one up to this have the constant vector for an eigenvector.
 _ROUNDING = 1e-4
 
@@ -82,14 +84,26 @@ def _eigenvalue(matrix_BHSS: Tensor, place: Tensor, error: float) -> tuple[Tenso
     place_BH1 = place.expand(values_BHS.shape[:-1])[..., None]
     wanted_BH1 = values_BHS.abs().argsort(dim=-1, descending=True).gather(-1, place_BH1)
     value_BH1, vector_BHS = values_BHS.gather(-1, wanted_BH1), _column(vectors_BHSS, wanted_BH1)
-    from_left_BHS, left_BHSS = torch.linalg.eig(matrix_BHSS.mT)
-    left_BHS = _column(left_BHSS, (from_left_BHS - value_BH1).abs().argmin(dim=-1, keepdim=True))
+    left_BHS = _left_vector(matrix_BHSS, value_BH1)
     is_uncertain_BH = error > _TOLERANCE * (left_BHS * vector_BHS).sum(-1).abs()
     # Of several equal eigenvalues, and of many that are next to nothing, it is the vectors that are open.
     is_one_of_several_BH = ((values_BHS - value_BH1).abs() < 1e-5).sum(-1) > 1
     modulus_BH = value_BH1[..., 0].abs()
     is_open_BH = is_one_of_several_BH | (modulus_BH <= _TOLERANCE)
     return torch.where(is_uncertain_BH & ~is_open_BH, torch.nan, modulus_BH), vector_BHS
+
+
+def _left_vector(matrix_BHSS: Tensor, value_BH1: Tensor) -> Tensor:
+    """The eigenvector from the left that belongs to an eigenvalue, by inverse iteration: cheaper than all of them."""
+    size = matrix_BHSS.shape[-1]
+    identity_SS = torch.eye(size, dtype=matrix_BHSS.dtype)
+    shifted_BHSS = matrix_BHSS.mT - (value_BH1[..., None] + _SHIFT) * identity_SS
+    generator = torch.Generator().manual_seed(0)
+    start_S = torch.randn(size, generator=generator, dtype=matrix_BHSS.dtype).to(shifted_BHSS.dtype)
+    left_BHS, _ = torch.linalg.solve_ex(shifted_BHSS, start_S.expand((*value_BH1.shape[:-1], size)))
+    left_BHS = left_BHS.nan_to_num(nan=0.0)
+    unit_BHS: Tensor = left_BHS / torch.linalg.vector_norm(left_BHS, dim=-1, keepdim=True).clamp(min=1e-300)
+    return unit_BHS
 
 
 def _column(matrix_BHSS: Tensor, number_BH1: Tensor) -> Tensor:
