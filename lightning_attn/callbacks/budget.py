@@ -14,6 +14,8 @@ import torch
 #: The first plain batches say little: caches are filled, kernels chosen, modules compiled. So does the first capture.
 #: (A device that lags behind does their work in the first window still, which the median over windows forgets.)
 _WARM_UP = 5
+#: So many steps lie between captures until their time is known: enough for the first plain batches to pass.
+_STEPS_AT_FIRST = 8
 #: The cost of a capture is the mean of so many, since what is seldom and dear, such as heat maps, is part of it.
 _CAPTURES = 10
 #: One that takes so many times as long as is usual, since a disk or a neighbour stalled, counts as no longer than that.
@@ -36,7 +38,7 @@ class TimeBudget:
     between batches, for data, validation and checkpoints, is not counted; captures are rarer for it than they might be.
 
     `fewest_steps` moves by factors of two, and back only when less than half would do with a quarter to spare, so that
-    it does not go back and forth. It is at least two until plain batches have been timed.
+    it does not go back and forth. It is eight at first, so that few captures pass before their time is known.
 
     Args:
         max_overhead: the share, between 0 and 1.
@@ -61,7 +63,7 @@ class TimeBudget:
     def restart(self) -> None:
         """Forget what was measured, as a run begins."""
         #: Optimiser steps that must lie between two captures.
-        self.fewest_steps = 2
+        self.fewest_steps = _STEPS_AT_FIRST
         self._start: float | None = None
         self._batches = self._steps = 0
         self._warm_up = _WARM_UP

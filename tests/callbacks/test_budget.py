@@ -186,7 +186,7 @@ def test_what_is_seldom_and_dear_counts_for_its_share() -> None:
 def test_every_step_is_not_every_step_before_plain_ones_are_known() -> None:
     training = Training(max_overhead=0.5, plain=1.0, capture=0.1, every_n_steps=1)
     training.run(40)
-    assert training.intervals[:3] == [2, 2, 2]
+    assert training.intervals[:2] == [8, 8]
     assert set(training.intervals[-10:]) == {1}
 
 
@@ -245,7 +245,7 @@ def test_a_run_begins_anew() -> None:
     training = Training(max_overhead=0.01, plain=0.5, capture=2.0)
     training.run(300)
     training.budget.restart()
-    assert training.budget.fewest_steps == 2
+    assert training.budget.fewest_steps == 8
     assert training.budget.plain_step is training.budget.capture is None
 
 
