@@ -74,7 +74,7 @@ def observe(
 
     def read(sampling: Sampling) -> AttentionCall:
         _check(query, key, value, attn_mask, sink_logits)
-        _check_numbers(scale=scale, soft_cap=soft_cap)
+        numbers = _as_numbers(scale=scale, soft_cap=soft_cap)
         query_BHND, key_BKMD = query[: sampling.max_sequences], key[: sampling.max_sequences]
         mask = attn_mask
         if mask is not None:
@@ -86,18 +86,18 @@ def observe(
             query=query_BHND,
             key=key_BKMD,
             value=value[: sampling.max_sequences] if value is not None and sampling.with_values else None,
-            scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+            scale=1 / math.sqrt(query.shape[-1]) if numbers["scale"] is None else numbers["scale"],
             visibility=Visibility(
                 causal_offset=key.shape[2] - query.shape[2] if is_causal else None,
                 mask=mask if is_boolean else None,
                 bias=None if is_boolean else mask,
             ),
             self_attention=query.shape[2] == key.shape[2],
-            soft_cap=soft_cap,
+            soft_cap=numbers["soft_cap"],
             sink_logits=sink_logits,
         )
 
-    device = getattr(query, "device", torch.device("cpu"))  # what is no tensor is refused where it is read
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")  # refused where it is read
     for sightings in _WATCHING:
         sightings.take(read, device)
 
@@ -130,18 +130,14 @@ def _check(
             f"`key` given to `observe` must be (B, K, M, D) with K dividing H, for a query {shape}, "
             f"got {tuple(key.shape)}"
         )
-    if value is not None and (value.dim() != 4 or value.shape[:3] != key.shape[:3]):
+    if value is not None and (value.dim() != 4 or value.shape[:3] != key.shape[:3] or not value.shape[3]):
         raise UnreadableError(
             f"`value` given to `observe` must be (B, K, M, E) like the key {tuple(key.shape)}, got {tuple(value.shape)}"
         )
-    try:
-        fits = attn_mask is None or torch.broadcast_shapes(attn_mask.shape, (sequences, heads, queries, key.shape[2]))
-    except RuntimeError:
-        fits = False
-    if not fits or (attn_mask is not None and attn_mask.dim() > 4):
+    target = (sequences, heads, queries, key.shape[2])
+    if attn_mask is not None and not _broadcasts(tuple(attn_mask.shape), target):
         raise UnreadableError(
-            f"`attn_mask` given to `observe` must broadcast to {(sequences, heads, queries, key.shape[2])}, "
-            f"got {tuple(attn_mask.shape) if attn_mask is not None else None}"
+            f"`attn_mask` given to `observe` must broadcast to {target}, got {tuple(attn_mask.shape)}"
         )
     if sink_logits is not None and sink_logits.shape != (heads,):
         raise UnreadableError(
@@ -150,7 +146,21 @@ def _check(
         )
 
 
-def _check_numbers(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not (isinstance(number, (int, float)) and math.isfinite(number) and number > 0):
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    return len(shape) <= len(target) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def _as_numbers(**given: float | None) -> dict[str, float | None]:
+    """Positive numbers as floats; refuse others."""
+    numbers: dict[str, float | None] = {}
+    for name, number in given.items():
+        try:
+            numbers[name] = None if number is None else float(number)
+        except (TypeError, ValueError, OverflowError):
+            numbers[name] = math.nan
+        value = numbers[name]
+        if isinstance(number, bool) or (value is not None and not (math.isfinite(value) and value > 0)):
             raise UnreadableError(f"`{name}` given to `observe` must be a positive number or None, got {number!r}")
+    return numbers

@@ -63,8 +63,11 @@ _CHECKED_ROWS = 8
 _DRAWS = {"rand", "randn", "randint", "normal", "bernoulli"}
 #: These compute something of two weights of the model, as products do.
 _COMPUTES = ("conv", "bilinear")
-#: These write activations into a buffer of the model.
-_WRITES_ENTRIES = {Tensor.__setitem__, Tensor.copy_, Tensor.index_copy_, Tensor.scatter_}
+#: Of their operand these take nothing but the shape.
+_TAKE_THE_SHAPE = {
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
+}
 #: The method that sees a function of another name.
 _SYNONYMS = {
     "radd": "add",
@@ -139,8 +142,11 @@ class SoftmaxFollower:
                 if CONSTANT in factors and None in factors:
                     return
             elif None in known:
-                if known[0] is CONSTANT and function in _WRITES_ENTRIES:
-                    self._trail.set(operands[0], None)  # a buffer in which keys are cached
+                if known[0] is CONSTANT and (result is operands[0] or function is Tensor.__setitem__):
+                    with unheard():
+                        self._trail.write_data(operands[0])  # as keys into a cache
+                elif function in _TAKE_THE_SHAPE and isinstance(result, Tensor):
+                    self._trail.set(result, CONSTANT)
                 return
         with unheard():
             self._look(Operation(name_of(function), function, args, kwargs, operands, known, result))
@@ -154,7 +160,11 @@ class SoftmaxFollower:
             return
         for tensor in call.results:
             self._trail.set(tensor, None)  # what was computed in place is something else now
-        if call.name.endswith("_like"):  # of its operand it has nothing but the shape
+        if call.function in _TAKE_THE_SHAPE:
+            for tensor in call.results:
+                self._trail.set(tensor, CONSTANT)
+            return
+        if call.name.endswith("_like"):  # data that are drawn
             return
         if all(isinstance(followed, Constant) for followed in call.known):
             if call.name in _DRAWS:
@@ -224,6 +234,9 @@ class SoftmaxFollower:
         if factor is not None:
             return True  # the logarithms of a loss, other weights
         if key in product.summed:
+            if product.summed.intersection(labels) != {key}:
+                for softmax in weights.softmaxes:
+                    softmax.refusal = "its values are summed over more than the keys of its softmax"
             shared = [label for label, axis in zip(labels, weights.axes, strict=True) if axis == SHARED]
             there = [value_labels.index(label) for label in shared if label in value_labels]
             at_key = value_labels.index(key)
@@ -431,17 +444,19 @@ class SoftmaxFollower:
 
     def _softmax(self, logits: Tensor, history: Logits, axis: int) -> Softmax | None:
         """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
-        if history.axes[axis] == SHARED or history.axes.count(history.axes[axis]) > 1:
+        side = history.axes[axis]
+        if side == SHARED:
             return None
-        if history.axes[axis] in history.without_data:
+        if side in history.without_data:
             return None  # a codebook, a router: keys that are the same for all data
-        # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens.
-        beside_keys = [i for i, meaning in enumerate(history.axes) if meaning != SHARED and i != axis]
+        # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens; and
+        # where queries are the same for all sequences, as learned ones, that axis is the keys' alone.
+        beside_keys = [i for i, meaning in enumerate(history.axes) if meaning not in (SHARED, side)]
         alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
         queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
-        if not beside_keys and history.axes.count(SHARED) > 1:
+        if not beside_keys and logits.dim() > 2:
             refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
         if len(alike) > 1:
             refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_attn.capture.axes import Axes
+from lightning_attn.capture.axes import Axes, is_view
 from lightning_attn.capture.call import HIDING_PENALTY
 
 
@@ -190,6 +190,17 @@ class Trail:
                 del self._known[key]
 
         self._known[key] = (weakref.ref(tensor, forget), followed)
+
+    def write_data(self, tensor: Tensor) -> None:
+        """Data were written into a tensor: what shares its memory is no constant any more."""
+        self.set(tensor, None)
+        for reference, followed in list(self._known.values()):
+            other = reference()
+            if other is not None and isinstance(followed, Constant) and is_view(other, tensor):
+                self.set(other, None)
+        for other in list(self._constants.values()):
+            if is_view(other, tensor):
+                self.set(other, None)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -42,31 +42,18 @@ class SmallCalls:
         self._statistics = statistics
         self._spectral_sequences = spectral_sequences
         self._held: list[AttentionCall | HiddenStates] = []
-        self._masks: dict[Hashable, Tensor] = {}
         self._bytes, self._block_bytes = 0, 1
 
     def take(self, call: AttentionCall) -> bool:
         """Take a call if it is small; whether it was taken."""
         if call.logit_matrix is not None or call.score_rule is not None or call.visibility.rule is not None:
             return False
-        tensors = [tensor for tensor in (call.query, call.key, call.value) if tensor is not None]
+        visibility = call.visibility
+        tensors = [call.query, call.key, call.value, visibility.mask, visibility.bias]
         matrices = 4 * call.sequences * call.heads * call.queries * call.keys
-        if not self._has_room(matrices + sum(map(_bytes, tensors)), call.query.device):
+        if not self._has_room(matrices + sum(_bytes(t) for t in tensors if t is not None), call.query.device):
             return False
-        visibility = replace(
-            call.visibility, mask=self._one_of_each(call.visibility.mask), bias=self._one_of_each(call.visibility.bias)
-        )
-        sinks = call.sink_logits
-        self._held.append(
-            replace(
-                call,
-                query=call.query.clone(),
-                key=call.key.clone(),
-                value=None if call.value is None else call.value.clone(),
-                visibility=visibility,
-                sink_logits=None if sinks is None else sinks.clone(),
-            )
-        )
+        self._held.append(call.map_tensors(torch.clone))
         return True
 
     def take_states(self, states: HiddenStates) -> bool:
@@ -83,8 +70,9 @@ class SmallCalls:
     ) -> Iterator[tuple[AttentionCall, Callable[[], Sums]] | tuple[HiddenStates, Callable[[], StateSums]]]:
         """All that was taken, in that order, each with its sums, or what raises the fault that it met."""
         held, self._held = self._held, []
-        self._masks, self._bytes = {}, 0
-        calls = _in_groups([item for item in held if isinstance(item, AttentionCall)], _shape, self._one, self._several)
+        self._bytes = 0
+        held_calls = _with_common_masks([item for item in held if isinstance(item, AttentionCall)])
+        calls = _in_groups(held_calls, _shape, self._one, self._several)
         states = _in_groups(
             [item for item in held if isinstance(item, HiddenStates)],
             _shape_of_states,
@@ -123,16 +111,29 @@ class SmallCalls:
         self._bytes += more
         return True
 
-    def _one_of_each(self, mask: Tensor | None) -> Tensor | None:
-        """A copy of a mask, the same for all calls that have the same one."""
+
+def _with_common_masks(calls: list[AttentionCall]) -> list[AttentionCall]:
+    """The calls, of which those whose masks are equal have the same one."""
+    distinct: list[Tensor] = []
+
+    def common(mask: Tensor | None) -> Tensor | None:
         if mask is None:
             return None
-        version = 0 if mask.is_inference() else mask._version
-        place = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, version)
-        known = self._masks.get(place)
-        if known is None:
-            known = self._masks[place] = mask.clone()
-        return known
+        for known in distinct:
+            if known.shape == mask.shape and known.dtype == mask.dtype and torch.equal(known, mask):
+                return known
+        distinct.append(mask)
+        return mask
+
+    def with_common(call: AttentionCall) -> AttentionCall:
+        visibility = call.visibility
+        if visibility.mask is None and visibility.bias is None:
+            return call
+        with isolated(call.query.device):
+            masks = common(visibility.mask), common(visibility.bias)
+        return replace(call, visibility=replace(visibility, mask=masks[0], bias=masks[1]))
+
+    return [with_common(call) for call in calls]
 
 
 def _bytes(tensor: Tensor) -> int:

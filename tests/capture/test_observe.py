@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,10 @@ def test_scale_soft_cap_and_sinks() -> None:
         ({"sink_logits": torch.ones(3)}, r"`sink_logits`.*each of 2 heads, got \(3,\)"),
         ({"attn_mask": torch.ones(6, 6, dtype=torch.long)}, r"`attn_mask`.*must be boolean.*got torch.int64"),
         ({"attn_mask": "causal"}, r"`attn_mask`.*must be boolean.*got 'causal'"),
+        ({"attn_mask": torch.ones(3, 2, 6, 6)[None]}, r"`attn_mask`.*broadcast to \(3, 2, 6, 6\)"),
+        ({"attn_mask": torch.ones(6, 1, 6, 6)}, r"`attn_mask`.*broadcast to \(3, 2, 6, 6\), got \(6, 1, 6, 6\)"),
+        ({"scale": 10**400}, r"`scale`.*positive number or None, got 1000"),
+        ({"soft_cap": True}, r"`soft_cap`.*positive number or None, got True"),
         ({"soft_cap": 0.0}, r"`soft_cap`.*positive number or None, got 0.0"),
         ({"scale": "x"}, r"`scale`.*positive number or None, got 'x'"),
     ],
@@ -112,7 +117,11 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...] | None, ...], mess
 
 @pytest.mark.parametrize(
     ("query", "message"),
-    [(None, "`query`.*floating-point tensor, got None"), (torch.ones(1, 2, 6, 8).long(), "`query`.*got torch.int64")],
+    [
+        (np.ones((1, 2, 6, 8)), "`query`.*floating-point tensor, got array"),
+        (None, "`query`.*floating-point tensor, got None"),
+        (torch.ones(1, 2, 6, 8).long(), "`query`.*got torch.int64"),
+    ],
 )
 def test_what_is_no_query_is_reported_too(query: Tensor | None, message: str) -> None:
     class Wrong(nn.Module):

@@ -565,6 +565,12 @@ def codebook_through_a_layer(model: Model, source: Tensor) -> Tensor:
     return (model.query(source) @ codes.T).softmax(-1) @ codes
 
 
+def codebook_with_a_slot_of_zeros(model: Model, source: Tensor) -> Tensor:
+    slot = torch.zeros_like(source[0, :1])
+    codes = torch.cat([LAYER(EXPERTS.weight), slot]) + source.new_zeros(1)
+    return (model.query(source) @ codes.T).softmax(-1) @ codes
+
+
 def contrastive_against_soft_targets(model: Model, source: Tensor) -> Tensor:
     first, second = model.query(source).mean(1), source.mean(1)
     targets = (second @ second.T).softmax(-1)
@@ -597,6 +603,7 @@ NOT_SEEN: list[Attend] = [
     router_of_projected_experts,
     codebook_through_a_layer,
     contrastive_against_soft_targets,
+    codebook_with_a_slot_of_zeros,
 ]
 
 

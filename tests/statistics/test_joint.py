@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,41 @@ def test_a_tensor_that_is_overwritten_later_is_measured_as_it_was() -> None:
         torch.testing.assert_close(
             found().head_values(names), alone.head_values(names), rtol=1e-5, atol=1e-6, equal_nan=True
         )
+
+
+def test_masks_that_live_one_after_the_other_in_the_same_memory() -> None:
+    small, calls = SmallCalls(STATISTICS, None), []
+    for number in range(6):
+        mask = torch.full((SEQUENCES, 1, TOKENS, TOKENS), float(number))
+        mask[..., number:] = -1e9
+        mask[..., 0] = 0.0
+        calls.append(a_call(f"layers.{number}", Visibility(bias=mask.clone())))
+        assert small.take(replace(calls[-1], visibility=Visibility(bias=mask)))
+        del mask
+    names = [statistic.name for statistic in STATISTICS]
+    for (_, found), call in zip(small.measured(), calls, strict=True):
+        torch.testing.assert_close(
+            found().head_values(names),
+            measure(call, STATISTICS).head_values(names),
+            rtol=1e-5,
+            atol=1e-6,
+            equal_nan=True,
+        )
+
+
+@pytest.mark.parametrize("overwrite", [lambda b, i: b.fill_(i), lambda b, i: b.data.fill_(i)])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_buffer_that_is_overwritten_between_calls(
+    overwrite: Callable[[Tensor, float], object], context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    call, small = a_call(visibility=Visibility()), SmallCalls(STATISTICS, None)
+    with context():
+        buffer = torch.zeros(1, 1, TOKENS, TOKENS)
+        for number in range(4):
+            overwrite(buffer, float(number))
+            assert small.take(replace(call, visibility=Visibility(bias=buffer)))
+    largest = [found()["max_logit"].or_nan.max().item() for _, found in small.measured()]
+    assert largest == pytest.approx([largest[0] + number for number in range(4)])
 
 
 def test_masks_of_inference_mode() -> None:
