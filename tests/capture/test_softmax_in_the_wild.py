@@ -355,7 +355,34 @@ def weights_used_again(model: Model, source: Tensor) -> Tensor:
     return rollout @ source
 
 
+def learned_queries_for_all_sequences(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.query(model.experts), model.key(source), model.value(source)
+    weights = (query @ key.mT / 4).softmax(-1)
+    output = weights @ value
+    model.tell(weights[:, None], output[:, None])
+    return output
+
+
+def learned_queries_by_einsum(model: Model, source: Tensor) -> Tensor:
+    query = model.query(model.experts).unflatten(-1, (HEADS, WIDTH)).transpose(0, 1)
+    _, key, value = model.heads(source)
+    weights = torch.einsum("hqd,bhkd->bhqk", query, key).softmax(-1)
+    output = torch.einsum("bhqk,bhkd->bhqd", weights, value)
+    model.tell(weights, output)
+    return output
+
+
+def pooled_by_one_vector(model: Model, source: Tensor) -> Tensor:
+    weights = (model.key(source) @ model.query(model.experts[0])).softmax(1)
+    output = torch.einsum("bn,bnd->bd", weights, model.value(source))
+    model.tell(weights[:, None, None], output[:, None, None])
+    return output
+
+
 SEEN: list[Attend] = [
+    learned_queries_for_all_sequences,
+    learned_queries_by_einsum,
+    pooled_by_one_vector,
     old_gpt,
     mask_times_alpha,
     mask_subtracted_times_alpha,
