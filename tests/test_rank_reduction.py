@@ -431,7 +431,7 @@ def test_the_largest_numbers_come_with_the_capture_and_cost_no_collective_more(r
 @of(a_time_budget_on_each)
 def test_ranks_follow_the_one_whose_captures_take_longest(ranks: Any) -> None:
     """10 s beyond steps of 1 s, of which captures may take a tenth: every 90 steps, the next power of two is 128."""
-    assert [fewest for fewest, _ in ranks[0]] == [2, 2, 80, 128]
+    assert [fewest for fewest, _ in ranks[0]] == [8, 8, 80, 128]
     assert [called for _, called in ranks[0][1:]] == [STEADY] * 3
 
 
