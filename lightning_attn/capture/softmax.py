@@ -127,10 +127,6 @@ class SoftmaxFollower:
         self._found = found
         self._trail = Trail(constants=(*model.parameters(), *model.buffers()))
 
-    def close(self) -> None:
-        """Forget everything."""
-        self._trail.clear()
-
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""
         # Most calls have nothing to do with attention: these first lines decide what watching costs.

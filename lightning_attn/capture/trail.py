@@ -201,8 +201,3 @@ class Trail:
         for other in list(self._constants.values()):
             if is_view(other, tensor):
                 self.set(other, None)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
-        self._constants.clear()
