@@ -138,9 +138,11 @@ class SoftmaxFollower:
                 if CONSTANT in factors and None in factors:
                     return
             elif None in known:
-                if known[0] is CONSTANT and (result is operands[0] or function is Tensor.__setitem__):
+                written = result is operands[0] or function is Tensor.__setitem__
+                # As keys into a cache. A parameter stays one: an optimiser that steps writes into every one of them.
+                if written and known[0] is CONSTANT and type(operands[0]) is not nn.Parameter:
                     with unheard():
-                        self._trail.write_data(operands[0])  # as keys into a cache
+                        self._trail.write_data(operands[0])
                 elif function in _TAKE_THE_SHAPE and isinstance(result, Tensor):
                     self._trail.set(result, CONSTANT)
                 return
