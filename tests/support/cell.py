@@ -1,0 +1,240 @@
+"""A cell of the support matrix: a model, a way of running it, and what must be seen of its attention."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from support.truth import Attention, Tape
+from torch import Tensor, nn
+
+from lightning_attn import AttentionObserver, AttentionWarning, Recording, record
+
+#: What the model of a cell is given: the arguments of its forward pass.
+Arguments = dict[str, Any]
+
+#: Statistics that are held against their float64 references in every cell.
+STATISTICS = (
+    *("entropy", "entropy_without_sink", "kl_to_uniform", "max_logit", "logit_std", "max_weight", "sink_strength"),
+    *("self_weight", "marginal_gap", "hidden_row_share", "attention_distance"),
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Every call is seen, and is what the model computed."""
+
+    #: What a reader of the page should know beside that.
+    note: str = ""
+    #: Whether the values are seen too, so that ``A V`` is held against the output of the model.
+    with_values: bool = True
+    #: What is said meanwhile (a pattern), where something has to be.
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Nothing is seen, and this is said: a pattern of the message, and what the page tells of the way out."""
+
+    warning: str
+    note: str
+
+
+@dataclass(frozen=True)
+class NoAttention:
+    """There is no attention over tokens here, and nothing is seen."""
+
+    note: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, a way of running it, and what must be seen.
+
+    Args:
+        family: whose model it is: a table of the page.
+        model: its name.
+        way: how it computes attention: ``"sdpa"``, ``"eager"``, …
+        case: how it is run: ``"train"``, ``"eval, left padding"``, …
+        make: makes the model, with attention dropout off, so that its output can be held against ``A V``.
+        arguments: makes what the forward pass is given. It may run the model, to fill a cache; that is not watched.
+        truth: what is to be seen, in the order of calls, from what the modules were given and gave.
+        sites: the names of its sites, as patterns that `sites` would take.
+        outcome: what becomes of it.
+        training: whether the model is in training mode and losses have gradients.
+    """
+
+    family: str
+    model: str
+    way: str
+    case: str
+    make: Callable[[], nn.Module]
+    arguments: Callable[[nn.Module], Arguments]
+    truth: Callable[[nn.Module, Tape, Arguments], list[Attention]] = field(repr=False)
+    sites: tuple[str, ...] = ()
+    outcome: Seen | Refused | NoAttention = field(default_factory=Seen)
+    training: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(part.replace(" ", "_") for part in (self.model, self.way, self.case) if part)
+
+
+def cells_of(cells: list[Cell]) -> pytest.MarkDecorator:
+    """Parametrise a test by cells."""
+    return pytest.mark.parametrize("cell", cells, ids=str)
+
+
+def check(cell: Cell) -> None:
+    """Hold a cell against the truth: sites, logits, visibility, weights, ``A V``, statistics. And nothing may change."""
+    torch.manual_seed(0)
+    model = cell.make().train(cell.training)
+    plain, listened, watched, observed = (copy.deepcopy(model) for _ in range(4))
+
+    expected = _run(plain, cell)
+    tape = Tape()
+    arguments = _run(listened, cell, tape.running(listened)).arguments
+    recording = Recording()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        given = _arguments(watched, cell)
+        with record(watched) as recording:
+            result = _run(watched, cell, arguments=given)
+    messages = [str(warning.message) for warning in said if issubclass(warning.category, AttentionWarning)]
+
+    _check_undisturbed(expected, result)
+    _check_nothing_left(model, watched)
+    if not isinstance(cell.outcome, Seen):
+        assert recording.calls == [], f"{cell}: taken for attention: {recording.calls}"
+        _check_messages(
+            messages, cell.outcome.warning if isinstance(cell.outcome, Refused) else "No attention was seen"
+        )
+        return
+    _check_messages(messages, cell.outcome.warning)
+    with torch.no_grad():
+        truths = cell.truth(listened, tape, arguments)
+    assert [call.site for call in recording.calls] == [truth.site for truth in truths]
+    for pattern in cell.sites:
+        assert fnmatch.filter(recording.sites, pattern), f"no site is called {pattern!r}"
+    for call, truth in zip(recording.calls, truths, strict=True):
+        assert any(fnmatch.fnmatchcase(call.site, pattern) for pattern in cell.sites), f"{call.site!r} is not listed"
+        _check_call(call, truth, cell.outcome.with_values)
+    _check_statistics(observed, cell, truths)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run of a model left: its output, gradients and the state of the random numbers."""
+
+    arguments: Arguments
+    output: list[Tensor]
+    gradients: list[Tensor | None]
+    random_state: Tensor
+
+
+def _arguments(model: nn.Module, cell: Cell) -> Arguments:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return cell.arguments(model)
+
+
+def _run(model: nn.Module, cell: Cell, context: Any = None, arguments: Arguments | None = None) -> _Run:
+    with nullcontext() if context is None else context:
+        arguments = _arguments(model, cell) if arguments is None else arguments
+        torch.manual_seed(2)
+        with torch.set_grad_enabled(cell.training):
+            output = _tensors(model(**arguments))
+            if cell.training:
+                sum((tensor.float().square().mean() for tensor in output), torch.zeros(())).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return _Run(arguments, [tensor.detach() for tensor in output], gradients, torch.get_rng_state())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every floating-point tensor of a model's output, whatever it is packed into."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in _tensors(part)]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (tuple, list)) else []
+
+
+def _check_undisturbed(expected: _Run, watched: _Run) -> None:
+    """Output, gradients and random numbers are the same bit for bit."""
+    assert expected.output
+    for theirs, ours in zip(expected.output, watched.output, strict=True):
+        assert torch.equal(theirs, ours) or torch.equal(theirs.nan_to_num(), ours.nan_to_num())
+    for theirs_gradient, ours_gradient in zip(expected.gradients, watched.gradients, strict=True):
+        assert (theirs_gradient is None) == (ours_gradient is None)
+        assert theirs_gradient is None or ours_gradient is None or torch.equal(theirs_gradient, ours_gradient)
+    assert torch.equal(expected.random_state, watched.random_state)
+
+
+def _check_nothing_left(before: nn.Module, after: nn.Module) -> None:
+    """No module was given a hook, another class, or another attribute."""
+    for (name, old), (_, new) in zip(before.named_modules(), after.named_modules(), strict=True):
+        assert type(old) is type(new)
+        assert vars(old).keys() == vars(new).keys(), f"{name} has other attributes than before"
+        for hooks in (key for key in vars(old) if key.endswith("_hooks")):
+            assert len(vars(old)[hooks]) == len(vars(new)[hooks]), f"{name} has a hook left: {hooks}"
+
+
+def _check_messages(messages: list[str], pattern: str | None) -> None:
+    if pattern is None:
+        assert messages == []
+    else:
+        assert messages, "nothing was said"
+        for message in messages:
+            assert re.search(pattern, message), f"{message!r} does not say {pattern!r}"
+
+
+def _check_call(call: Any, truth: Attention, with_values: bool) -> None:
+    assert tuple(call.logits()[0].shape) == tuple(truth.logits_BHNM.shape)
+    logits_BHNM, visible_BHNM = call.logits()
+    sees_a_key_BHN1 = truth.visible_BHNM.any(-1, keepdim=True)
+    # Where a row sees nothing the model may hide it in whatever way.
+    assert torch.equal(visible_BHNM & sees_a_key_BHN1, truth.visible_BHNM), f"{call.site}: other keys are visible"
+    scale = truth.logits_BHNM.masked_fill(~truth.visible_BHNM, 0.0).abs().max().clamp(min=1.0)
+    difference = (logits_BHNM.double() - truth.logits_BHNM).masked_fill(~truth.visible_BHNM, 0.0).abs().max()
+    assert difference < 1e-5 * scale, f"{call.site}: logits are off by {difference:.2g}"
+    weights_BHNM = call.weights().double().masked_fill(~sees_a_key_BHN1, 0.0)
+    assert (weights_BHNM - truth.weights_BHNM()).abs().max() < 1e-5
+    assert (call.sink_logits is None) == (truth.sink_logits_H is None)
+    assert (call.value is not None) == with_values
+    if with_values:
+        assert truth.output_BNX is not None, "the output of the model is what the values are held against"
+        output_BNX = call.output().transpose(1, 2).flatten(2)
+        theirs_BNX = truth.output_BNX.reshape(output_BNX.shape)
+        # What a row without a visible key becomes depends on the kernel.
+        hidden_BN1 = ~sees_a_key_BHN1.any(1)
+        assert (output_BNX - theirs_BNX).masked_fill(hidden_BN1, 0.0).abs().max() < 1e-5
+        assert theirs_BNX.abs().max() > 1e-4, "a test that cannot fail"
+
+
+def _check_statistics(model: nn.Module, cell: Cell, truths: list[Attention]) -> None:
+    """The numbers that the owner of the model gets."""
+    observer = AttentionObserver(model, statistics=list(STATISTICS), max_sequences=None, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        given = _arguments(model, cell)
+        with observer:
+            _run(model, cell, arguments=given)
+        snapshot = observer.snapshot()
+    assert snapshot.sites == tuple(dict.fromkeys(truth.site for truth in truths))
+    for site in snapshot.sites:
+        calls = [truth.heads() for truth in truths if truth.site == site]
+        heads = [[sequence for call in calls for sequence in call[head]] for head in range(len(calls[0]))]
+        for statistic in STATISTICS:
+            values = [np.nan if value is None else value for value in snapshot[site, statistic]]
+            np.testing.assert_allclose(
+                values, reference.head_values(statistic, heads), rtol=2e-4, atol=2e-5, err_msg=f"{site} {statistic}"
+            )

@@ -1,0 +1,75 @@
+"""`docs/support.md`, made of the cells: `python tests/support/page.py` writes it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from itertools import groupby
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.cell import Cell, NoAttention, Refused, Seen
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+
+#: The files that hold cells, in the order of the page.
+FILES = (
+    "test_decoders",
+    "test_hybrids",
+    "test_encoders",
+    "test_timm",
+    "test_torch_modules",
+    "test_x_transformers",
+    "test_own_attention",
+    "test_training_setups",
+)
+
+HEAD = """\
+# What is seen of which model
+
+Each row was tested: the attention that is seen is held against a computation of its own, in float64, from what the
+model's own projections gave. Logits and weights agree to 1e-5, and so do `A V` and the output of the model's attention.
+The model's output, its gradients and the state of the random numbers are the same, bit for bit, with and without
+watching, and nothing is left on the model.
+
+This page is made from the tests in `tests/support/` by `python tests/support/page.py`. Which attention your own model
+uses, and how to find out, is told in [which_attention.md](which_attention.md).
+"""
+
+
+def cells() -> list[Cell]:
+    """Every cell of the matrix."""
+    there = [name for name in FILES if (Path(__file__).parent / f"{name}.py").exists()]
+    return [cell for name in there for cell in importlib.import_module(f"support.{name}").CELLS]
+
+
+def page() -> str:
+    """The page, from its heading to its last table."""
+    parts = [HEAD]
+    for family, of_family in groupby(cells(), key=lambda cell: cell.family):
+        parts.append(f"\n## {family}\n\n| model | attention | run as | what is seen | sites |\n|---|---|---|---|---|\n")
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for cell in of_family:
+            sites = ", ".join(f"`{site}`" for site in cell.sites)
+            rows.setdefault((cell.model, cell.way, _told(cell), sites), []).append(cell.case)
+        for (model, way, told, sites), cases in rows.items():
+            parts.append(f"| {model} | {way} | {'; '.join(dict.fromkeys(cases))} | {told} | {sites} |\n")
+    return "".join(parts)
+
+
+def _told(cell: Cell) -> str:
+    outcome = cell.outcome
+    if isinstance(outcome, Seen):
+        seen = "all" if outcome.with_values else "all but the values"
+        return f"{seen}: {outcome.note}" if outcome.note else seen
+    if isinstance(outcome, Refused):
+        return f"refused: {outcome.note}"
+    assert isinstance(outcome, NoAttention)
+    return f"nothing: {outcome.note}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE.name}: {len(cells())} cells")
