@@ -95,7 +95,7 @@ def cells_of(cells: list[Cell]) -> pytest.MarkDecorator:
 
 
 def check(cell: Cell) -> None:
-    """Hold a cell against the truth: sites, logits, visibility, weights, ``A V``, statistics. And nothing may change."""
+    """Hold a cell against the truth: sites, logits, visibility, weights, ``A V``, statistics; nothing may change."""
     torch.manual_seed(0)
     model = cell.make().train(cell.training)
     plain, listened, watched, observed = (copy.deepcopy(model) for _ in range(4))
