@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.registry import is_per_site, known_statistics
+from lightning_attn.table import aligned
 
 #: The statistics that have one scalar for each site.
 PER_SITE = ("entropy", "max_logit", "logit_std", "sink_strength", "token_similarity")
@@ -261,10 +262,4 @@ def _table(snapshot: Snapshot) -> str:
                 highest.place,
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    alignments = "<><>><"
-    lines = [
-        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, alignments, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([title, *lines])
+    return "\n".join([title, *aligned(rows, "<><>><")])

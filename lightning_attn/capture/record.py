@@ -11,9 +11,11 @@ from torch import nn
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.description import seen_keys, source
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.report import SiteFaults, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.table import aligned
 
 
 @dataclass
@@ -41,6 +43,22 @@ class Recording:
         if not calls:
             raise KeyError(f"{site!r} made no call; these sites did: {list(self.sites)}")
         return calls
+
+    def table(self) -> str:
+        """What each site does, for printing: its calls and heads, which keys they see, and what they were read from.
+
+        Calls of a site that differ in that have a line each.
+        """
+        lines: dict[tuple[str, ...], int] = {}
+        for call in self.calls:
+            heads = f"{call.heads}" if call.group == 1 else f"{call.heads} in groups of {call.group}"
+            line = (call.site, heads, f"{call.queries} × {call.keys}", seen_keys(call), source(call))
+            lines[line] = lines.get(line, 0) + 1
+        head = ("site", "calls", "heads", "queries × keys", "see", "read from")
+        return "\n".join(aligned([head, *((site, f"{n}", *rest) for (site, *rest), n in lines.items())], "<>><<<"))
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 @contextmanager
@@ -73,6 +91,9 @@ def record(
         ...     output, _ = layer(tokens, tokens, tokens, need_weights=False)
         >>> recording.calls[0].weights().shape
         torch.Size([3, 2, 5, 5])
+        >>> print(recording)
+        site    calls  heads  queries × keys  see       read from
+        (root)      1      2           5 × 5  all keys  queries and keys of width 8
     """
     patterns = SitePatterns(sites)
     check_sequences(max_sequences=max_sequences)
