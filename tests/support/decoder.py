@@ -80,16 +80,18 @@ class Text:
         number_T = torch.arange(self.real_BT.shape[1])
         return number_T - torch.where(is_first_BT, number_T, 0).cummax(1).values
 
-    def visible_BTT(self, window: int | None, chunk: int | None, separates_documents: bool) -> Tensor:
+    def visible_BTT(self, window: int | None, chunk: int | None, *, is_causal: bool, separates: bool) -> Tensor:
         """Which tokens (last axis) each token sees."""
         number_T = torch.arange(self.real_BT.shape[1])
         back_TT = number_T[:, None] - number_T
+        if not is_causal:
+            back_TT = back_TT.abs()
         seen_TT = (back_TT >= 0) & (back_TT < (len(number_T) if window is None else window))
         visible_BTT = seen_TT & self.real_BT[:, None]
         if chunk is not None:
             chunk_BT = self.places_BT() // chunk
             visible_BTT = visible_BTT & (chunk_BT[:, :, None] == chunk_BT[:, None])
-        if separates_documents:
+        if separates:
             visible_BTT = visible_BTT & (self.documents_BT[:, :, None] == self.documents_BT[:, None])
         return visible_BTT
 
@@ -107,7 +109,8 @@ class Decoder:
         windows: of each layer, how many tokens a query sees.
         chunks: of each layer, the length of the pieces that do not see each other.
         scales: of each layer, what products are multiplied with.
-        bias: what is added to logits, (B, H, 1, T), of a batch.
+        bias: what is added to logits, (B, H, 1, T): of an attention, what its layers gave, its name, and the text.
+        is_causal: whether tokens see none after them; a window holds to both sides otherwise.
         soft_cap: ``c`` of ``c * tanh(logit / c)``.
         has_sinks: whether each head has a learned logit that takes weight and gives nothing.
         separates_documents: whether transformers separates documents that are packed into one sequence.
@@ -124,7 +127,8 @@ class Decoder:
     windows: tuple[int | None, ...] = (None, None)
     chunks: tuple[int | None, ...] = (None, None)
     scales: tuple[float, ...] = (WIDTH**-0.5, WIDTH**-0.5)
-    bias: Callable[[Text], Tensor] | None = None
+    bias: Callable[[Any, Tape, str, Text], Tensor] | None = None
+    is_causal: bool = True
     soft_cap: float | None = None
     has_sinks: bool = False
     separates_documents: bool = True
@@ -135,9 +139,8 @@ class Decoder:
     def make(self, way: str) -> nn.Module:
         transformers = pytest.importorskip("transformers")
         options = {name: value for name, value in {**SMALL, **self.options}.items() if value is not None}
-        config_kind = getattr(transformers, f"{self.kind}Config", None) or getattr(
-            transformers, f"{self.kind}TextConfig"
-        )
+        name = f"{self.kind}TextConfig"  # of models that also see pictures
+        config_kind = getattr(transformers, name if hasattr(transformers, name) else f"{self.kind}Config")
         kind = "GPT2LMHeadModel" if self.kind == "GPT2" else f"{self.kind}ForCausalLM"
         model: nn.Module = getattr(transformers, kind)(config_kind(**options, attn_implementation=way))
         with torch.no_grad():
@@ -168,8 +171,11 @@ class Decoder:
         if self.soft_cap is not None:
             logits_BHNM = self.soft_cap * torch.tanh(logits_BHNM / self.soft_cap)
         if self.bias is not None:
-            logits_BHNM = logits_BHNM + self.bias(text)[..., columns].double()
-        visible_BTT = text.visible_BTT(self.windows[layer], self.chunks[layer], self.separates_documents)
+            bias_BH1T = self.bias(model.get_submodule(site), tape, site, text).double()
+            logits_BHNM = logits_BHNM + bias_BH1T[..., columns]
+        visible_BTT = text.visible_BTT(
+            self.windows[layer], self.chunks[layer], is_causal=self.is_causal, separates=self.separates_documents
+        )
         return Attention(
             site,
             logits_BHNM,

@@ -17,6 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 #: The files that hold cells, in the order of the page.
 FILES = (
     "test_decoders",
+    "test_decoder_variants",
+    "test_generation",
     "test_hybrids",
     "test_encoders",
     "test_timm",
