@@ -218,7 +218,7 @@ class Run:
     def _of(self, first: int, last: int) -> Arguments:
         told = {"attention_mask": self.text.real_BT[:, :last].long()}
         told["position_ids"] = self.text.positions_BT[:, first:last]
-        return {"input_ids": IDS[:, first:last], **{name: told[name] for name in self.gives}}
+        return {"input_ids": IDS[: len(self.text.real_BT), first:last], **{name: told[name] for name in self.gives}}
 
     def columns(self, window: int | None) -> list[int]:
         """Which tokens the keys of a layer are, of which a query sees those of a window."""
@@ -240,7 +240,10 @@ class Run:
 
 
 def text(
-    padding: Literal["", "left", "right"] = "", documents: tuple[int, ...] = (TOKENS,), from_mask: bool = False
+    padding: Literal["", "left", "right"] = "",
+    documents: tuple[int, ...] = (TOKENS,),
+    from_mask: bool = False,
+    sequences: int = SEQUENCES,
 ) -> Text:
     """Twelve tokens, of which the second sequence may have three or four less.
 
@@ -248,13 +251,14 @@ def text(
         padding: where.
         documents: the lengths of the documents that are packed into each sequence.
         from_mask: whether positions are counted from the first token that is no padding, as `generate` does.
+        sequences: how many.
     """
-    real_BT = torch.ones(SEQUENCES, TOKENS, dtype=torch.bool)
+    real_BT = torch.ones(sequences, TOKENS, dtype=torch.bool)
     if padding:
         real_BT[1, slice(0, 3) if padding == "left" else slice(8, TOKENS)] = False
     positions_T = torch.cat([torch.arange(length) for length in documents])
-    positions_BT = (real_BT.cumsum(1) - 1).clamp(min=0) if from_mask else positions_T.expand(SEQUENCES, -1)
-    return Text(real_BT, positions_BT, (positions_T == 0).cumsum(0).expand(SEQUENCES, -1))
+    positions_BT = (real_BT.cumsum(1) - 1).clamp(min=0) if from_mask else positions_T.expand(sequences, -1)
+    return Text(real_BT, positions_BT, (positions_T == 0).cumsum(0).expand(sequences, -1))
 
 
 NO_PADDING = Run("no padding", text())

@@ -18,6 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 FILES = (
     "test_decoders",
     "test_decoder_variants",
+    "test_flex_decoders",
+    "test_opaque_decoders",
     "test_generation",
     "test_hybrids",
     "test_encoders",
