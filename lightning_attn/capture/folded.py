@@ -54,8 +54,11 @@ def unfolded(call: AttentionCall, query_BHND: Tensor) -> AttentionCall:
 
 def _is_folded_from(query_BHND: Tensor, call: AttentionCall) -> bool:
     """Whether the kernel's queries are the model's, in the order of the model's heads."""
-    plain = query_BHND[: call.sequences].expand(call.sequences, -1, -1, -1).reshape(call.query.shape)
-    return torch.allclose(plain.to(call.query.dtype), call.query, rtol=0, atol=0, equal_nan=True)
+    plain = query_BHND[: call.sequences]
+    if len(plain) not in (1, call.sequences):
+        return False
+    plain = plain.expand(call.sequences, -1, -1, -1).reshape(call.query.shape).to(call.query.dtype)
+    return torch.allclose(plain, call.query, rtol=0, atol=0, equal_nan=True)
 
 
 def _unfolded_mask(mask: Tensor | None, call: AttentionCall, heads: int) -> Tensor | None:

@@ -66,12 +66,15 @@ def _registries() -> list[_Registry]:
 
 def _watched(function: _AttentionFunction, sightings: Sightings) -> _AttentionFunction:
     @wraps(function)
-    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         before = sightings.count
+        query = kwargs["query"] if "query" in kwargs else args[1] if len(args) > 1 else None
+        if not isinstance(query, Tensor):  # a function of other arguments than the registry asks for
+            return function(*args, **kwargs)
         with sightings.laid_out_as(query):
-            result = function(module, query, key, value, *args, **kwargs)
+            result = function(*args, **kwargs)
         if sightings.count == before:
-            sightings.take(lambda sampling: _read(sampling, module, query, key, value, *args, **kwargs), query.device)
+            sightings.take(lambda sampling: _read(sampling, *args, **kwargs), query.device)
         return result
 
     return watched

@@ -303,6 +303,54 @@ def test_folding_that_cannot_be_undone_is_refused(arguments: dict[str, Any]) -> 
     assert call is None
 
 
+def test_a_function_that_divides_the_batch_is_left_as_it_is() -> None:
+    def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Any:
+        return functional.scaled_dot_product_attention(
+            query.flatten(0, 1)[:, None], key.repeat_interleave(2, 1).flatten(0, 1)[:, None], value[:1, :1]
+        ), None
+
+    call, *_ = call_of(None, function=divided)
+    assert (call.sequences, call.heads, call.queries) == (8, 1, 5)
+
+
+def test_folded_queries_that_are_not_finite_are_heads_too() -> None:
+    def spoiling(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        with torch._C.DisableTorchFunction():
+            query[0, 0] = torch.nan
+        return folding(module, query, *args, **kwargs)
+
+    call, *_ = call_of(None, queries=1, function=spoiling)
+    assert (call.heads, call.queries) == (4, 1)
+
+
+def test_arguments_by_name_and_others_than_the_registry_asks_for() -> None:
+    def by_name(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        return query
+
+    def of_its_own(x: Tensor, *, memory: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, memory, memory)
+
+    tensors = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+
+    class Attention(nn.Module):
+        is_causal = False
+
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            named = ALL_ATTENTION_FUNCTIONS["by name"](module=self, query=query, key=key, value=key)
+            own = ALL_ATTENTION_FUNCTIONS["of its own"](query, memory=key)
+            return named + own
+
+    AttentionInterface.register("by name", by_name)
+    AttentionInterface.register("of its own", of_its_own)
+    try:
+        with record(model := Attention()) as recording:
+            model(*tensors)
+    finally:
+        AttentionInterface._global_mapping.pop("by name")
+        AttentionInterface._global_mapping.pop("of its own")
+    assert len(recording.calls) == 2
+
+
 def test_a_registry_of_a_single_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Doge has one, for a function of its own."""
 
