@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 FAMILY = "Hugging Face transformers, a kernel that nothing can see into"
 WAY = "as flash-attn"
+STAND_IN = "tested with a stand-in that is called in the same way"
 NAME = "opaque_kernel"
 #: Kernels tell packed documents in a batch of one.
 PACKED = Run("packed documents, told from `position_ids`", text(documents=(3, 7, 2), sequences=1), ("position_ids",))
@@ -85,7 +86,7 @@ def opaque(decoder: Decoder, run: Run, training: bool = False) -> Cell:
             for attention in run.truth(decoder, model, tape)
         ]
 
-    return replace(cell(FAMILY, decoder, WAY, run, training), make=make, truth=truth, outcome=Seen())
+    return replace(cell(FAMILY, decoder, WAY, run, training), make=make, truth=truth, outcome=Seen(STAND_IN))
 
 
 def cells() -> Iterator[Cell]:
