@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import lru_cache, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _Registry = MutableMapping[str, _AttentionFunction]
 def registered_functions(sightings: Sightings) -> Iterator[None]:
     """Watch the functions of the registry, where transformers is in use."""
     with ExitStack() as stack:
-        for registry in _registries():
+        for registry in _registries(len(sys.modules)):
             stack.enter_context(_wrapped(registry, sightings))
         yield
 
@@ -53,15 +54,20 @@ def _wrapped(registry: _Registry, sightings: Sightings) -> Iterator[None]:
                 registry[name] = function
 
 
-def _registries() -> list[_Registry]:
-    """The registry of transformers, and those of models that have functions of their own (Doge)."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    kind = getattr(modeling, "AttentionInterface", None)
-    if kind is None:
-        return []
+@lru_cache(maxsize=1)
+def _registries(modules: int) -> tuple[_Registry, ...]:
+    """The registry of transformers, and those of models that have functions of their own (Doge).
+
+    Args:
+        modules: how many are loaded. To look at all takes a millisecond, and is done again where there are more.
+    """
+    name = "ALL_ATTENTION_FUNCTIONS"
+    registry = getattr(sys.modules.get("transformers.modeling_utils"), name, None)
+    if registry is None:
+        return ()
     # `vars`, since asking a lazy module for what it does not have yet would import it.
-    found = (vars(module).get("ALL_ATTENTION_FUNCTIONS") for module in list(sys.modules.values()))
-    return list({id(registry): registry for registry in found if isinstance(registry, kind)}.values())
+    found = (vars(module).get(name) for module in list(sys.modules.values()) if isinstance(module, ModuleType))
+    return tuple({id(other): other for other in found if isinstance(other, type(registry))}.values())
 
 
 def _watched(function: _AttentionFunction, sightings: Sightings) -> _AttentionFunction:

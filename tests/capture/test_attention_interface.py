@@ -110,6 +110,7 @@ def call_of(
     sequences: int = 2,
     function: Any = flash_like,
     registry: Any = ALL_ATTENTION_FUNCTIONS,
+    max_sequences: int | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Tensor, Tensor]:
     """The one call of a module that calls a registered function with these arguments, its query and its key."""
@@ -122,7 +123,7 @@ def call_of(
     AttentionInterface.register("opaque", function)
     query, key = torch.randn(sequences, 4, queries, 8), torch.randn(sequences, 2, keys, 8)
     model = Attention()
-    with record(model) as recording:
+    with record(model, max_sequences=max_sequences) as recording:
         model(query, key)
     AttentionInterface.register("opaque", kernel)
     assert len(recording.calls) <= 1
@@ -281,6 +282,13 @@ def test_masks_that_were_folded_with_them(shape: tuple[int, ...], is_boolean: bo
     if not is_boolean:
         expected = expected + given.expand(2, 2, 2, 5).reshape(2, 4, 1, 5)
     torch.testing.assert_close(logits[visible], expected[visible])
+
+
+@pytest.mark.parametrize("is_written_out", [False, True])
+def test_some_sequences_of_heads_that_were_folded(is_written_out: bool) -> None:
+    call, query, key = folded_call(sequences=3, max_sequences=2, is_written_out=is_written_out)
+    assert call.sequences == 2
+    torch.testing.assert_close(call.logits()[0], (query @ key.repeat_interleave(2, 1).mT * 0.4)[:2])
 
 
 def test_several_queries_of_each_head_that_were_folded() -> None:

@@ -17,6 +17,7 @@ from support.decoder import (
     LEFT_PADDING_WITH_POSITIONS,
     NO_PADDING,
     RIGHT_PADDING,
+    TOKENS,
     Decoder,
     Run,
     cell,
@@ -35,6 +36,21 @@ NAME = "opaque_kernel"
 PACKED = Run("packed documents, told from `position_ids`", text(documents=(3, 7, 2), sequences=1), ("position_ids",))
 
 
+class PackedByLengths(Run):
+    """Documents that the kernel is told of by their ends, as a collator for training without padding does."""
+
+    def arguments(self, model: Any) -> Arguments:
+        ends = torch.tensor([0, 3, 10, 12], dtype=torch.int32)
+        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
+        return {**super().arguments(model), **lengths}
+
+
+#: The positions do not tell of them here, so that nothing else does.
+PACKED_BY_LENGTHS = PackedByLengths(
+    "packed documents, told from `cu_seq_lens_q`", replace(PACKED.text, positions_BT=torch.arange(TOKENS)[None])
+)
+
+
 def kernel(
     module: nn.Module,
     query: Tensor,
@@ -47,6 +63,7 @@ def kernel(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     queries, keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
@@ -56,6 +73,9 @@ def kernel(
         if attention_mask is not None:
             real = attention_mask[:, None, -keys:].bool()
             visible = visible & real[..., None, :] & real[..., -queries:, None]
+        elif cu_seq_lens_q is not None:
+            document = torch.cat([torch.full((length,), number) for number, length in enumerate(cu_seq_lens_q.diff())])
+            visible = visible & (document[:, None] == document)
         elif position_ids is not None and len(query) == 1 and queries == keys:
             document = (position_ids[0] == 0).cumsum(0)
             visible = visible & (document[:, None] == document)
@@ -91,7 +111,7 @@ def opaque(decoder: Decoder, run: Run, training: bool = False) -> Cell:
 
 def cells() -> Iterator[Cell]:
     for decoder in (LLAMA, MISTRAL, GEMMA2, GPT_OSS):
-        for run in (NO_PADDING, RIGHT_PADDING, LEFT_PADDING_WITH_POSITIONS, PACKED):
+        for run in (NO_PADDING, RIGHT_PADDING, LEFT_PADDING_WITH_POSITIONS, PACKED, PACKED_BY_LENGTHS):
             yield opaque(decoder, run, training=True)
         for padding in ("", "left"):
             yield opaque(decoder, with_a_cache("one token", "dynamic", padding))
