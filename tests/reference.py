@@ -225,12 +225,13 @@ def uniform_position_concentration(sequences: list[Head]) -> float:
 
 
 def attention_distance(sequences: list[Head]) -> float:
-    queries, keys = sequences[0].visible.shape
-    if not sequences[0].is_square:
-        return float("nan")
-    distance = np.abs(np.arange(queries)[:, None] - np.arange(keys))
-    of_weights = sum((head.weights * distance).sum() for head in sequences)
-    return ratio(of_weights, sum((head.uniform * distance).sum() for head in sequences))
+    of_weights = of_uniform = 0.0
+    for head in sequences:
+        if head.is_square:
+            distance = np.abs(np.subtract.outer(np.arange(len(head.logits)), np.arange(len(head.logits))))
+            of_weights += (head.weights * distance).sum()
+            of_uniform += (head.uniform * distance).sum()
+    return ratio(of_weights, of_uniform)
 
 
 def deviations(head: Head) -> np.ndarray:

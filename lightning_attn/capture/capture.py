@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.folded import unfolded
 from lightning_attn.capture.isolation import (
     after_every_module,
     compiling_nothing,
@@ -81,6 +82,8 @@ class Capture:
         #: How many attention calls of the model were seen so far.
         self.count = 0
         self._follower: SoftmaxFollower | None = None
+        #: The query of the calls that are made now, as the model laid it out, where that is known.
+        self._query: Tensor | None = None
 
     def __enter__(self) -> Capture:
         if self._is_running:
@@ -125,6 +128,19 @@ class Capture:
             device: where it is computed.
         """
         self._take(self._names.computing(), read, lambda: device)
+
+    @contextmanager
+    def laid_out_as(self, query: Tensor) -> Iterator[None]:
+        """Tell how the model laid out the queries of the calls that are made inside the block.
+
+        Args:
+            query: (B, H, N, D), before a function may have folded heads into queries.
+        """
+        outer, self._query = self._query, query
+        try:
+            yield
+        finally:
+            self._query = outer
 
     def _follow(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
@@ -179,8 +195,11 @@ class Capture:
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
         )
         with isolated(device):
+            call = read(sampling)
+            if self._query is not None:
+                call = unfolded(call, self._query)
             # A view made without a graph still holds the graph of what it is a view of.
-            call = read(sampling).map_tensors(Tensor.detach)
+            call = call.map_tensors(Tensor.detach)
             if call.heads == 1:
                 call = replace(call, forward=self._names.forward_number(module))
             self._receive(call)

@@ -1,7 +1,10 @@
-"""Seeing attention that Hugging Face models compute with a kernel of their registry: flash-attn, paged, a user's own.
+"""Seeing attention that Hugging Face models compute with a function of their registry.
 
 Models look their attention function up at every call, so that the registry's functions are wrapped for the time of a
-capture. What a function computes by torch functions is seen anyway, and is not counted again.
+capture. What a function computes by torch functions is seen by those, for that is what is really computed, whatever the
+function makes of its arguments; the wrapper only tells how the model laid out its queries, since a function may fold
+the heads of a group into them. Of a kernel that nothing can see into (flash-attn, a user's own) the wrapper reads the
+call itself.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any, cast
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache, wraps
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,39 +24,63 @@ from torch import Tensor, nn
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.flex import IndexRule
 from lightning_attn.capture.reader import Sampling, Sightings, UnreadableError, intercepts
+from lightning_attn.capture.token_order import order_of_one_sequence, order_of_packed_sequences
 
 _AttentionFunction = Callable[..., Any]
+_Registry = MutableMapping[str, _AttentionFunction]
 
 
 @intercepts
 @contextmanager
 def registered_functions(sightings: Sightings) -> Iterator[None]:
     """Watch the functions of the registry, where transformers is in use."""
-    registry = _registry()
-    wrapped = dict(registry)
+    with ExitStack() as stack:
+        for registry in _registries(len(sys.modules)):
+            stack.enter_context(_wrapped(registry, sightings))
+        yield
+
+
+@contextmanager
+def _wrapped(registry: _Registry, sightings: Sightings) -> Iterator[None]:
+    functions = dict(registry)
     try:
-        for name, function in wrapped.items():
+        for name, function in functions.items():
             registry[name] = _watched(function, sightings)
         yield
     finally:
-        for name, function in wrapped.items():
+        for name, function in functions.items():
             del registry[name]  # what was set on the registry itself; beneath it is what all registries share
             if registry.get(name) is not function:
                 registry[name] = function
 
 
-def _registry() -> MutableMapping[str, _AttentionFunction]:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return cast(MutableMapping[str, _AttentionFunction], getattr(modeling, "ALL_ATTENTION_FUNCTIONS", {}))
+@lru_cache(maxsize=1)
+def _registries(modules: int) -> tuple[_Registry, ...]:
+    """The registry of transformers, and those of models that have functions of their own (Doge).
+
+    Args:
+        modules: how many are loaded. To look at all takes a millisecond, and is done again where there are more.
+    """
+    name = "ALL_ATTENTION_FUNCTIONS"
+    registry = getattr(sys.modules.get("transformers.modeling_utils"), name, None)
+    if registry is None:
+        return ()
+    # `vars`, since asking a lazy module for what it does not have yet would import it.
+    found = (vars(module).get(name) for module in list(sys.modules.values()) if isinstance(module, ModuleType))
+    return tuple({id(other): other for other in found if isinstance(other, type(registry))}.values())
 
 
 def _watched(function: _AttentionFunction, sightings: Sightings) -> _AttentionFunction:
     @wraps(function)
-    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         before = sightings.count
-        result = function(module, query, key, value, *args, **kwargs)
+        query = kwargs["query"] if "query" in kwargs else args[1] if len(args) > 1 else None
+        if not isinstance(query, Tensor):  # a function of other arguments than the registry asks for
+            return function(*args, **kwargs)
+        with sightings.laid_out_as(query):
+            result = function(*args, **kwargs)
         if sightings.count == before:
-            sightings.take(lambda sampling: _read(sampling, module, query, key, value, *args, **kwargs), query.device)
+            sightings.take(lambda sampling: _read(sampling, *args, **kwargs), query.device)
         return result
 
     return watched
@@ -70,45 +99,83 @@ def _read(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionCall:
-    if kwargs.get("cu_seq_lens_q") is not None:
+    if kwargs.get("block_table") is not None:
         raise UnreadableError(
-            "its sequences are packed into one (`cu_seq_lens_q`); use padded batches on the steps to be watched"
+            "its keys are in a paged cache (`block_table`); watch forward passes or `generate` without continuous "
+            "batching"
         )
     query_BHND, key_BKMD, value_BKME = (tensor[: sampling.max_sequences] for tensor in (query, key, value))
     queries, keys = query.shape[2], key.shape[2]
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    ends = _ends_of_packed_sequences(query, key, **kwargs) if attention_mask is None else None
+    if ends is not None:
+        visibility = order_of_packed_sequences(
+            queries, ends[0], keys, ends[1], is_causal=is_causal, window=sliding_window
+        )
+    else:
+        visibility = _visibility(attention_mask, query_BHND, keys, is_causal, sliding_window)
+    if position_bias is not None:
+        bias = position_bias[: sampling.max_sequences, ..., :keys]
+        visibility = replace(visibility, bias=bias if visibility.bias is None else visibility.bias + bias)
     return AttentionCall(
         site=sampling.site,
         query=query_BHND,
         key=key_BKMD,
         value=value_BKME if sampling.with_values else None,
         scale=1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling),
-        visibility=_visibility(attention_mask, query_BHND, keys, is_causal, sliding_window),
+        visibility=visibility,
         self_attention=queries == keys,
         soft_cap=softcap,
         sink_logits=s_aux,
     )
 
 
+def _ends_of_packed_sequences(
+    query: Tensor,
+    key: Tensor,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """Where packed sequences end, after a zero, of queries and of keys; ``None`` where nothing is packed.
+
+    Without a mask transformers' kernels go by these numbers; without these by positions that begin again.
+    """
+    if cu_seq_lens_q is not None:
+        if query.shape[0] > 1:
+            raise UnreadableError(
+                "its sequences are packed (`cu_seq_lens_q`) over several rows of the batch; pack them into one row, or "
+                "use padded batches on the steps to be watched"
+            )
+        return cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    queries = query.shape[2]
+    if position_ids is None or position_ids.shape != (1, queries) or query.shape[0] > 1 or key.shape[2] != queries:
+        return None
+    starts = (position_ids[0] == position_ids.min()).nonzero()[:, 0]
+    if len(starts) == 1:
+        return None
+    ends = torch.cat([starts, starts.new_tensor([queries])])
+    return ends, ends
+
+
 def _visibility(mask: Any, query_BHND: Tensor, keys: int, is_causal: bool, window: int | None) -> Visibility:
     """What a mask of two dimensions (padding), of four, of blocks, or none stands for.
 
     Masks of four dimensions and of blocks hold causality and the window; beside the others they are the kernel's
-    business, which lines up the last query with the last key.
+    business.
     """
     sequences, heads, queries, _ = query_BHND.shape
+    device = query_BHND.device
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = mask[:sequences, ..., :keys]
         return Visibility(mask=mask) if mask.dtype == torch.bool else Visibility(bias=mask)
     if mask is not None and not isinstance(mask, Tensor):
-        numbers = (torch.arange(sequences, device=query_BHND.device), torch.arange(heads, device=query_BHND.device))
+        numbers = (torch.arange(sequences, device=device), torch.arange(heads, device=device))
         return Visibility(rule=IndexRule(mask.mask_mod, *numbers))
-    visible: Tensor | None = None if mask is None else mask[:sequences, None, None, -keys:].bool()
-    if is_causal and window is not None and window < keys:
-        last_N1 = torch.arange(queries, device=query_BHND.device)[:, None] + (keys - queries)
-        near = (last_N1 - torch.arange(keys, device=query_BHND.device) < window)[None, None]
-        visible = near if visible is None else visible & near
-    return Visibility(causal_offset=keys - queries if is_causal else None, mask=visible)
+    visibility = order_of_one_sequence(queries, keys, device, is_causal=is_causal, window=window)
+    return visibility if mask is None else replace(visibility, mask=mask[:sequences, None, None, -keys:].bool())

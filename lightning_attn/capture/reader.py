@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
 
@@ -68,6 +69,13 @@ class Sightings(Protocol):
         Args:
             read: reads it.
             device: where it is computed.
+        """
+
+    def laid_out_as(self, query: Tensor) -> AbstractContextManager[object]:
+        """Tell how the model laid out the queries of the calls that are made inside the block.
+
+        Args:
+            query: (B, H, N, D), before a function may have folded heads into queries.
         """
 
 

@@ -17,6 +17,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 #: The files that hold cells, in the order of the page.
 FILES = (
     "test_decoders",
+    "test_decoder_variants",
+    "test_flex_decoders",
+    "test_opaque_decoders",
+    "test_generation",
     "test_hybrids",
     "test_encoders",
     "test_timm",
@@ -25,6 +29,9 @@ FILES = (
     "test_own_attention",
     "test_training_setups",
 )
+
+#: What a case may begin with.
+MODES = ("train", "eval")
 
 HEAD = """\
 # What is seen of which model
@@ -50,13 +57,30 @@ def page() -> str:
     parts = [HEAD]
     for family, of_family in groupby(cells(), key=lambda cell: cell.family):
         parts.append(f"\n## {family}\n\n| model | attention | run as | what is seen | sites |\n|---|---|---|---|---|\n")
-        rows: dict[tuple[str, ...], list[str]] = {}
+        cases: dict[tuple[str, ...], list[str]] = {}
         for cell in of_family:
             sites = ", ".join(f"`{site}`" for site in cell.sites)
-            rows.setdefault((cell.model, cell.way, _told(cell), sites), []).append(cell.case)
-        for (model, way, told, sites), cases in rows.items():
-            parts.append(f"| {model} | {way} | {'; '.join(dict.fromkeys(cases))} | {told} | {sites} |\n")
+            cases.setdefault((cell.model, cell.way, _told(cell), sites), []).append(cell.case)
+        ways: dict[tuple[str, ...], list[str]] = {}
+        for (model, way, told, sites), of_row in cases.items():
+            ways.setdefault((model, _run_as(of_row), told, sites), []).append(way)
+        for (model, run_as, told, sites), of_row in ways.items():
+            parts.append(f"| {model} | {', '.join(of_row)} | {run_as} | {told} | {sites} |\n")
     return "".join(parts)
+
+
+def _run_as(cases: list[str]) -> str:
+    """The cases of a row, of which each may begin with a mode and a comma: those of the same modes together."""
+    modes: dict[str, list[str]] = {}
+    for case in dict.fromkeys(cases):
+        mode, comma, rest = case.partition(", ")
+        modes.setdefault(rest if comma and mode in MODES else case, []).extend(
+            [mode] if comma and mode in MODES else []
+        )
+    told: dict[str, list[str]] = {}
+    for case, of_case in modes.items():
+        told.setdefault(" and ".join(of_case), []).append(case)
+    return "; ".join(f"{mode}: {'; '.join(of_mode)}" if mode else "; ".join(of_mode) for mode, of_mode in told.items())
 
 
 def _told(cell: Cell) -> str:
