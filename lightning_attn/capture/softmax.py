@@ -198,8 +198,9 @@ class SoftmaxFollower:
     def _see_product(self, product: Contraction, call: Operation) -> bool:
         """Whether the product ends here what was followed, or begins it."""
         left, right = self._trail.get(product.left), self._trail.get(product.right)
-        if call.function is functional.linear and not isinstance(right, (Weights, Exponentials)):
-            right = CONSTANT  # the weights of a layer, whatever they were computed of on the way
+        if call.function is functional.linear and (right is None or isinstance(right, (Constant, Logits))):
+            right = CONSTANT  # the weights of a layer, whatever they were computed of
+            self._trail.set(product.right, right)
         if isinstance(left, Weights) or isinstance(right, Weights):
             return self._multiply(product, left, right)
         if isinstance(left, Exponentials) or isinstance(right, Exponentials):
