@@ -502,7 +502,8 @@ class SoftmaxFollower:
     # From the softmax to the values.
 
     def _see_mul(self, call: Operation) -> None:
-        found, factors = call.first(Weights), [o for o, k in zip(call.operands, call.known, strict=True) if k is None]
+        found = call.first(Weights)
+        factors = [o for o, k in zip(call.operands, call.known, strict=True) if k is None or isinstance(k, Logits)]
         if call.first(Exponentials):
             self._see_div(call)
         elif found and factors and call.results[0].numel() > found[0].numel():

@@ -133,13 +133,15 @@ def test_a_teacher_in_inference_mode_is_seen_or_left_out_as_asked() -> None:
 class LayerDrop(LanguageModel):
     """The middle block of three is left out at every other step, the first time at the first."""
 
+    skipped_at = 0
+
     def __init__(self) -> None:
         super().__init__(blocks=3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
-            if number != 1 or self.global_step % 2:
+            if number != 1 or self.global_step % 2 != self.skipped_at:
                 hidden = block(hidden)
         return self.head(hidden)
 
@@ -176,6 +178,20 @@ def test_a_layer_that_is_skipped_is_absent_then_and_in_its_place_otherwise(tmp_p
     assert [picture.step for picture in pictures] == list(range(6))
     assert [snapshot.sites for snapshot in drawn] == [without, all_of_them] * 3
     assert len({picture.height for picture in pictures[::2]} | {picture.height for picture in pictures[1::2]}) == 2
+
+
+class SkipsLater(LayerDrop):
+    """The middle block runs at the first step."""
+
+    skipped_at = 1
+
+
+def test_of_a_layer_that_was_seen_nothing_is_said_when_it_is_skipped() -> None:
+    monitor = watch(SkipsLater, sites=["blocks.1.*", "blocks.2.*"])
+    both = ("blocks.1.attention", "blocks.2.attention")
+    assert sites_of(monitor) == [both, both[1:]] * 3
+    only = watch(SkipsLater, sites="blocks.1.*")
+    assert only.history.steps == [0, 2, 4]
 
 
 class SkipsAll(LanguageModel):

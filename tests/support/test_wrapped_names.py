@@ -309,6 +309,16 @@ def test_what_a_wrapper_holds_beside_a_model_has_a_name_of_its_own() -> None:
     assert watch(wrapped, wrapped).sites == ("head", "head (Fused)")
 
 
+def test_compiled_parts_that_are_left_out_are_told_by_their_own_names() -> None:
+    wrapped = AveragedModel(each_block(compiled)(Model()))
+    observer = AttentionObserver(wrapped, compiled="skip")
+    with pytest.warns(AttentionWarning, match=r"is compiled \('blocks\.0', 'blocks\.1'\)"), observer:
+        pass
+    whole = AttentionObserver(AveragedModel(compiled(Model())), compiled="skip")
+    with pytest.warns(AttentionWarning, match=r"is compiled \('the model'\)"), whole:
+        pass
+
+
 # Adapters of peft
 
 
