@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from support.cell import Arguments, Cell, Refused, Seen, cells_of, check
 from support.truth import Attention, Tape, causal, products, rotated, split_heads, tokens
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_attn import record
@@ -275,7 +276,7 @@ class Quantised(nn.Module):
         return _Rounded.apply(weight)
 
 
-def every_layer(change: Callable[[nn.Linear], object], way: str) -> nn.Module:
+def every_layer(change: Callable[[nn.Module], object], way: str) -> nn.Module:
     """The model with each of its layers changed."""
     model = Own(way)
     for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
@@ -283,8 +284,8 @@ def every_layer(change: Callable[[nn.Linear], object], way: str) -> nn.Module:
     return model
 
 
-def parametrized(kind: type[nn.Module]) -> Callable[[nn.Linear], object]:
-    return lambda layer: parametrize.register_parametrization(layer, "weight", kind(layer.weight))
+def parametrized(kind: type[nn.Module], name: str = "weight") -> Callable[[nn.Module], object]:
+    return lambda layer: parametrize.register_parametrization(layer, name, kind(getattr(layer, name)))
 
 
 class Integers(nn.Module):
@@ -334,6 +335,40 @@ def by_matrix_products(way: str) -> nn.Module:
             if isinstance(layer, nn.Linear) and name not in ("gate", "experts"):
                 setattr(module, name, MatrixProducts(layer))
     return model
+
+
+def quantisation_aware(way: str) -> nn.Module:
+    """Layers that round their weights and what they give, and keep the ranges of both."""
+    model = Own(way).train()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    torch.ao.quantization.prepare_qat(model, inplace=True)
+    return model
+
+
+class TorchAttention(nn.Module):
+    """The attention of torch, the weights of which are computed."""
+
+    def __init__(self, change: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        change(self.attention)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return hidden + mixed
+
+
+def of_torch_attention(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
+    attention = model.eval().attention  # a norm that is estimated would go on with its estimate in training
+    weight, bias = attention.in_proj_weight.double(), attention.in_proj_bias.double()
+    hidden = arguments["hidden"].double()
+    query, key, value = (split_heads(part, HEADS) for part in (hidden @ weight.T + bias).chunk(3, dim=-1))
+    logits = products(query, key)
+    mixed = (logits.softmax(-1) @ value).transpose(1, 2).flatten(2)
+    given = mixed @ attention.out_proj.weight.double().T + attention.out_proj.bias.double()
+    assert (given - tape.gave_at("attention", 0)).abs().max() < 1e-5
+    everything = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    return [Attention("attention", logits, everything, mixed)]
 
 
 class Functional(nn.Module):
@@ -455,7 +490,7 @@ def own_cells(
             partial(make, way),
             hidden_states,
             truth or in_order(*calls),
-            tuple(dict.fromkeys(calls)) if truth is None else ("blocks.*.attention",),
+            tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", site) for site in calls)),
             Seen(note),
             training=mode == "train",
         )
@@ -495,6 +530,24 @@ OWN = [
     *own_cells("weights of low rank, by matrix products", by_matrix_products),
     *own_cells("training in low precision (quantised weights)", lambda way: every_layer(parametrized(Quantised), way)),
     *own_cells("weights in eight bits", in_eight_bits),
+    *own_cells("quantisation-aware training (torch.ao)", quantisation_aware),
+    *(
+        Cell(
+            FAMILY,
+            f"nn.MultiheadAttention, {case}",
+            "fused",
+            "train",  # in evaluation torch has another way of its own, and rounds otherwise
+            partial(TorchAttention, change),
+            hidden_states,
+            of_torch_attention,
+            ("attention",),
+            training=True,
+        )
+        for case, change in (
+            ("weights of low rank", parametrized(LowRank, "in_proj_weight")),
+            ("spectral norm", partial(parametrizations.spectral_norm, name="in_proj_weight")),
+        )
+    ),
     *own_cells("functional_call", lambda way: Functional(way, lambda parameter: 0.9 * parameter), INSIDE),
     *own_cells("functional_call, tensors from before", CopiesFromBefore, INSIDE, modes=["eval"]),
     *own_cells("hypernetwork", Hypernetwork, INSIDE),
@@ -576,6 +629,18 @@ def _hotter(model: nn.Module, *layers: str) -> nn.Module:
     return model
 
 
+def gpt2(way: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=60, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, use_cache=False, attn_implementation=way
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    for name, parameter in model.named_parameters():
+        if "c_attn.weight" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 def with_padding(model: nn.Module) -> Arguments:
     return {"input_ids": IDS, "attention_mask": MASK.long()}
 
@@ -603,11 +668,23 @@ def truth_of_llama(model: nn.Module, tape: Tape, arguments: Arguments, prefix: s
     return found
 
 
+def truth_of_gpt2(model: nn.Module, tape: Tape, arguments: Arguments, prefix: str = "") -> list[Attention]:
+    found = []
+    for layer in range(2):
+        site = f"transformer.h.{layer}.attn"
+        query, key, _ = (split_heads(part, 4) for part in tape.gave_at(f"{prefix}{site}.c_attn", 0).chunk(3, dim=-1))
+        output = tape.given_at(f"{prefix}{site}.c_proj", 0)
+        found.append(Attention(site, products(query, key), causal(12, 12) & tokens(MASK), output))
+    return found
+
+
 def _with_lora(make: Callable[[str], nn.Module], way: str) -> nn.Module:
     """The model with adapters that have learned something."""
     peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj"] if make is llama else ["query", "value"]
-    adapted: nn.Module = peft.get_peft_model(make(way), peft.LoraConfig(target_modules=targets, lora_dropout=0.1))
+    targets = {llama: ["q_proj", "v_proj"], bert: ["query", "value"], gpt2: ["c_attn"]}[make]
+    adapted: nn.Module = peft.get_peft_model(
+        make(way), peft.LoraConfig(target_modules=targets, lora_dropout=0.1, fan_in_fan_out=make is gpt2)
+    )
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -628,10 +705,11 @@ def _checkpointed_lora(make: Callable[[str], nn.Module], way: str) -> nn.Module:
 def hugging_face_cells(
     case: str, make: Callable[[Callable[[str], nn.Module], str], nn.Module], prefix: str, modes: Sequence[str]
 ) -> list[Cell]:
-    """The cells of a setup of a decoder and of an encoder, with padding."""
+    """The cells of a setup of decoders and an encoder, with padding."""
     models = (
         ("Llama", llama, truth_of_llama, "model.layers.*.self_attn"),
         ("BERT", bert, truth_of_bert, "encoder.layer.*.attention.self"),
+        ("GPT-2", gpt2, truth_of_gpt2, "transformer.h.*.attn"),
     )
     return [
         Cell(
@@ -669,6 +747,8 @@ HUGGING_FACE = [
 CELLS = [*OWN, *HUGGING_FACE]
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing", "ignore:Please use quant_min and quant_max")
 @cells_of(CELLS)
 def test_cell(cell: Cell) -> None:
     check(cell)
@@ -682,3 +762,28 @@ def test_weights_that_were_computed_before_anybody_watched(way: str) -> None:
         with record(model) as recording:
             model(hidden)
     assert recording.sites == BOTH
+
+
+#: Weights that a hook computes before each call and leaves on the layer, as no parameter.
+HOOKED: dict[str, Callable[[nn.Module], object]] = {
+    "pruned": partial(prune.l1_unstructured, name="weight", amount=0.3),
+    "weight norm of old": torch.nn.utils.weight_norm,
+    "spectral norm of old": torch.nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("way", ["written out", "sdpa"])
+@pytest.mark.parametrize("kind", HOOKED)
+def test_weights_that_a_hook_leaves_on_a_layer(kind: str, way: str) -> None:
+    model, hidden = every_layer(HOOKED[kind], way), torch.randn(2, LENGTH, WIDTH)
+    tape = Tape()
+    with record(model) as recording, tape.running(model):
+        model(hidden).sum().backward()
+    assert recording.sites == BOTH
+    for call, site in zip(recording.calls, BOTH, strict=True):
+        truth = of_own(tape, site)
+        difference = (call.logits()[0].double() - truth.logits_BHNM).masked_fill(~truth.visible_BHNM, 0.0)
+        assert difference.abs().max() < 1e-5
+        assert truth.output_BNX is not None
+        assert (call.output().transpose(1, 2).flatten(2) - truth.output_BNX).abs().max() < 1e-5
