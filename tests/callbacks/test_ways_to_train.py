@@ -319,18 +319,62 @@ def test_lazy_layers() -> None:
     assert set(sites_of(watch(LazyLayers))) == {BLOCKS}
 
 
+# Adapters
+
+
+def a_llama(way: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation=way, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class AdaptedDecoder(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        peft = pytest.importorskip("peft")
+        self.model = peft.get_peft_model(a_llama("eager"), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+class AdaptedEncoder(Trained):
+    """Adapters around `nn.MultiheadAttention` make its parameters anew at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        peft = pytest.importorskip("peft")
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, batch_first=True)
+        encoder = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, 2))
+        self.model = peft.get_peft_model(encoder, peft.LoraConfig(target_modules=["self_attn"]))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.model(batch[0]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize(
+    ("model_class", "sites"),
+    [(AdaptedDecoder, "model.model.layers.{}.self_attn"), (AdaptedEncoder, "model.1.layers.{}.self_attn")],
+)
+def test_adapters_are_trained_as_if_nobody_watched(model_class: type[Trained], sites: str) -> None:
+    monitor = watch(model_class, sites=sites.format("*"))
+    assert set(sites_of(monitor)) == {(sites.format(0), sites.format(1))}
+    site = sites.format(1)
+    first, *_, last = (snapshot[site, "max_logit"] for snapshot in monitor.history)
+    assert first != last, "adapters change what is attended to"
+
+
 # Text that is generated while a model is validated
 
 
 class Generates(Trained):
     def __init__(self, way: str) -> None:
         super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
-            num_attention_heads=4, num_key_value_heads=2, attn_implementation=way, eos_token_id=None,
-        )  # fmt: skip
-        self.model = transformers.LlamaForCausalLM(config)
+        self.model = a_llama(way)
         self.generated: list[Tensor] = []
 
     def loss(self, batch: list[Tensor]) -> Tensor:
