@@ -68,7 +68,7 @@ class RankReduction:
             The joined sums of each site that ran on some rank, on the CPU.
         """
         if world_size() == 1:
-            self._heads.update(_heads(found))
+            self._heads = _merged(self._heads, _heads(found))
         signals, maxima = self._join_maxima(found, statistics, quiet, device)
         if signals.unknown_site:
             self._exchange_layouts(found, quiet)
@@ -130,7 +130,9 @@ class RankReduction:
         """Agree on the sites and their numbers of heads; a site on which ranks disagree is given up by all."""
         layouts: list[dict[str, int]] = [{} for _ in range(world_size())]
         dist.all_gather_object(layouts, _heads(found))
-        agreed = dict(self._heads)
+        agreed = self._heads
+        for layout in layouts:
+            agreed = _merged(agreed, layout)
         for site in dict.fromkeys(site for layout in layouts for site in layout):
             counts = sorted({layout[site] for layout in layouts if site in layout})
             agreed[site] = counts[-1]
@@ -142,6 +144,18 @@ class RankReduction:
                     stacklevel=4,
                 )
         self._heads = agreed
+
+
+def _merged(known: dict[str, int], met: dict[str, int]) -> dict[str, int]:
+    """The heads of two layouts, in the order in which sites run: one that was skipped before is put where it ran."""
+    order = list(known)
+    place = 0
+    for site in met:
+        if site not in known:
+            order.insert(place, site)
+        place = order.index(site) + 1
+    together = known | met
+    return {site: together[site] for site in order}
 
 
 def _heads(found: dict[str, Sums]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture, Compiled
 from lightning_attn.capture.isolation import compiled_modules
+from lightning_attn.capture.module_tree import parameters_of
 from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.states import HiddenStates
@@ -149,7 +150,7 @@ class AttentionObserver:
         return bool(modules)
 
     def _model_device(self) -> torch.device:
-        devices = (parameter.device for parameter in self.model.parameters())
+        devices = (parameter.device for parameter in parameters_of(self.model))
         return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
     def _take(self, call: AttentionCall) -> None:

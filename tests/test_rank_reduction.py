@@ -78,6 +78,13 @@ def test_alone_a_site_counts_when_it_runs_and_is_not_quiet() -> None:
     assert list(reduction({"a": entropy, "b": entropy, "c": entropy}, STATISTICS, {"b"}, CPU)) == ["a", "c"]
 
 
+def test_alone_a_site_that_was_skipped_at_first_stands_where_it_runs() -> None:
+    reduction, entropy = RankReduction(), sums([0.5], [1.0])
+    assert list(reduction(dict.fromkeys("bd", entropy), STATISTICS, set(), CPU)) == ["b", "d"]
+    assert list(reduction(dict.fromkeys("abcde", entropy), STATISTICS, set(), CPU)) == ["a", "b", "c", "d", "e"]
+    assert list(reduction(dict.fromkeys("ace", entropy), STATISTICS, set(), CPU)) == ["a", "c", "e"]
+
+
 def test_alone_numbers_stay_what_they_are() -> None:
     reduction = RankReduction()
     reduction.numbers = [0.1, 1e9]

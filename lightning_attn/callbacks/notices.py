@@ -15,6 +15,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._said: set[object] = set()
+        self._seen: set[str] = set()
 
     def warn(self, message: str, once_for: object = None) -> None:
         """Say something once: once in these words, or once for a reason."""
@@ -23,9 +24,11 @@ class Notices:
             rank_zero_warn(message, category=AttentionWarning)
 
     def warn_of_oddities(self, snapshot: Snapshot, wanted: SitePatterns) -> None:
-        """Say which of the wanted sites were not seen, and where logits are not finite."""
+        """Say which of the wanted sites were never seen, and where logits are not finite."""
         for pattern in wanted.patterns:
-            if not any(SitePatterns(pattern).match(site) for site in snapshot.sites):
+            if any(SitePatterns(pattern).match(site) for site in snapshot.sites):
+                self._seen.add(pattern)
+            elif pattern not in self._seen:  # a layer that is skipped at times has run before
                 self.warn(f"No attention was seen at the sites {pattern!r}; it was at {list(snapshot.sites)}.")
         if NonFiniteShare.name not in snapshot.statistics:
             return

@@ -183,7 +183,8 @@ class Capture:
     def _read(self, module: nn.Module, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
         if in_function_transform():
             raise UnreadableError(
-                "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
+                "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart; run "
+                "the model outside of it on the steps to be watched"
             )
         if device.type == "meta":
             return

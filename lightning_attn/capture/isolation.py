@@ -2,7 +2,8 @@
 
 A capture runs in the middle of somebody's forward pass: inside their autocast region, their ``torch.device`` context,
 their selective checkpointing, their graph. What the capture computes there must be seen by none of them. The names of
-torch that are not public are used here and nowhere else.
+torch that are not public are used here and nowhere else, but for those under which a module keeps what it holds
+(`module_tree.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_attn.capture.wrappers import ROOT, canonical_names
 
 #: The newer switch for the precision of products.
 _NEWER = "fp32_precision"
@@ -165,7 +168,9 @@ def compiled_modules(model: nn.Module) -> list[str]:
     """
     if "torch._dynamo" not in sys.modules:
         return []
-    return [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+    named = canonical_names(model).items()
+    compiled = (name for module, name in named if _is_compiled(module))
+    return list(dict.fromkeys("the model" if name == ROOT else name for name in compiled))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 import sys
 import weakref
 from collections import deque
@@ -15,22 +14,8 @@ from types import FrameType
 
 from torch import Tensor, nn
 
-#: Name of the model itself, which `named_modules` calls by the empty string.
-ROOT = "(root)"
-
-_WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?:\.|$)"
-)
-
-
-def canonical_name(name: str) -> str:
-    """The name a module has in the model as the user wrote it, without the layers that wrappers put around it.
-
-    Example:
-        >>> canonical_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.attention")
-        'blocks.0.attention'
-    """
-    return _WRAPPERS.sub("", name).rstrip(".") or ROOT
+from lightning_attn.capture.module_tree import modules_of, parameters_of
+from lightning_attn.capture.wrappers import canonical_names
 
 
 class SiteNames:
@@ -44,7 +29,14 @@ class SiteNames:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {model!r}.")
-        self._names = {module: canonical_name(name) for name, module in model.named_modules()}
+        self._names = canonical_names(model)
+        #: The modules whose parameters are parts of one flat parameter, as `FullyShardedDataParallel` may have it.
+        self._flattened = {
+            part.module
+            for parameter in parameters_of(model)
+            for parts in ("_param_infos", "_shared_param_infos")
+            for part in getattr(parameter, parts, ())
+        }
         self._running: dict[nn.Module, tuple[int, _Running]] = {}
         self._numbers = count(1)
 
@@ -71,7 +63,7 @@ class SiteNames:
             The module, or ``None`` where no module of the model is computing.
         """
         for module in modules:
-            if next(module.parameters(), None) is not None:
+            if any(part in self._flattened or _has_parameters(part) for part in modules_of(module)):
                 return module
         return modules[0] if modules else None
 
@@ -143,6 +135,11 @@ def _owner(frame: FrameType) -> nn.Module | None:
     return None
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own."""
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
 class SitePatterns:
     """Glob patterns that choose sites by their canonical names.
 
@@ -172,7 +169,7 @@ class SitePatterns:
         Raises:
             ValueError: if a pattern matches none of them, with the nearest names.
         """
-        names = list(names)
+        names = list(dict.fromkeys(names))  # wrappers share theirs with what they wrap
         for pattern in self.patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)

@@ -34,6 +34,7 @@ from lightning_attn.capture.axes import (
 )
 from lightning_attn.capture.call import HIDING_PENALTY
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
+from lightning_attn.capture.module_tree import buffers_of, parameters_of
 from lightning_attn.capture.operation import Operation, name_of, tensors_among
 from lightning_attn.capture.trail import (
     COMPUTED_CONSTANT,
@@ -123,9 +124,10 @@ class SoftmaxFollower:
         modules: Callable[[], tuple[nn.Module, ...]],
         found: Callable[[WrittenAttention], None],
     ) -> None:
+        self._model = model
         self._modules = modules
         self._found = found
-        self._trail = Trail(constants=(*model.parameters(), *model.buffers()))
+        self._trail = Trail(constants=(*parameters_of(model), *buffers_of(model)))
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""
@@ -154,8 +156,11 @@ class SoftmaxFollower:
         if any(operand.is_nested for operand in call.operands):
             return
         product = contraction(call.function, call.args, call.kwargs)
-        if product is not None and self._see_product(product, call):
-            return
+        if product is not None:
+            if self._meet_replaced_parameters(call):
+                call = replace(call, known=[self._trail.get(operand) for operand in call.operands])
+            if self._see_product(product, call):
+                return
         for tensor in call.results:
             self._trail.set(tensor, None)  # what was computed in place is something else now
         if call.function in _TAKE_THE_SHAPE:
@@ -173,11 +178,29 @@ class SoftmaxFollower:
         elif call.results:
             getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
 
+    def _meet_replaced_parameters(self, call: Operation) -> bool:
+        """Meet what stands in the place of parameters, as under `functional_call`, if an operand is of that kind."""
+        may_be = [o for o, k in zip(call.operands, call.known, strict=True) if k is None or isinstance(k, Logits)]
+        if call.function is functional.linear:
+            may_be = [operand for operand in may_be if operand is call.argument(1, "weight")]
+        if not may_be:
+            return False
+        of_module = next(filter(None, (list(parameters_of(module)) for module in self._modules())), [])
+        met = [operand for operand in may_be if any(is_view(operand, parameter) for parameter in of_module)]
+        if met:
+            for tensor in (*parameters_of(self._model), *met):
+                if not isinstance(self._trail.get(tensor), Constant):
+                    self._trail.set(tensor, CONSTANT)
+        return bool(met)
+
     # Products: of queries and keys, and of weights and values.
 
     def _see_product(self, product: Contraction, call: Operation) -> bool:
         """Whether the product ends here what was followed, or begins it."""
         left, right = self._trail.get(product.left), self._trail.get(product.right)
+        if call.function is functional.linear and (right is None or isinstance(right, (Constant, Logits))):
+            right = CONSTANT  # the weights of a layer, whatever they were computed of
+            self._trail.set(product.right, right)
         if isinstance(left, Weights) or isinstance(right, Weights):
             return self._multiply(product, left, right)
         if isinstance(left, Exponentials) or isinstance(right, Exponentials):
@@ -229,7 +252,8 @@ class SoftmaxFollower:
         key = labels[weights.axes.index(KEY)]
         if isinstance(factor, Constant):
             return key in product.summed  # a distribution over numbers; otherwise heads are mixed
-        if factor is not None:
+        queries = {label for label, axis in zip(labels, weights.axes, strict=True) if axis == QUERY}
+        if factor is not None and not (isinstance(factor, Logits) and queries.isdisjoint(value_labels)):
             return True  # the logarithms of a loss, other weights
         if key in product.summed:
             if product.summed.intersection(labels) != {key}:
@@ -243,7 +267,6 @@ class SoftmaxFollower:
             value = value if rest else value[..., None]
             for place, label in enumerate(shared):
                 value = value if label in value_labels else value.unsqueeze(place)
-            queries = {label for label, axis in zip(labels, weights.axes, strict=True) if axis == QUERY}
             self._find(weights, tensor, None if queries.intersection(value_labels) else value)
         return True
 
@@ -479,7 +502,8 @@ class SoftmaxFollower:
     # From the softmax to the values.
 
     def _see_mul(self, call: Operation) -> None:
-        found, factors = call.first(Weights), [o for o, k in zip(call.operands, call.known, strict=True) if k is None]
+        found = call.first(Weights)
+        factors = [o for o, k in zip(call.operands, call.known, strict=True) if k is None or isinstance(k, Logits)]
         if call.first(Exponentials):
             self._see_div(call)
         elif found and factors and call.results[0].numel() > found[0].numel():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_attn import AttentionObserver, AttentionWarning, record
-from lightning_attn.capture.sites import canonical_name
+from lightning_attn.capture.wrappers import canonical_names
 
 WIDTH = 4
 TOKENS = torch.zeros(2, 3, WIDTH)
@@ -48,7 +50,7 @@ class Model(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Holds a module under a name of its own, as `torch.compile`, DDP, FSDP and activation checkpointing do."""
+    """A module of one's own that holds another under the name of a wrapper's."""
 
     def __init__(self, name: str, wrapped: nn.Module) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Wrapper(nn.Module):
         return getattr(self, self.name)(tokens)
 
 
-WRAPPERS = ["_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
+WRAPPERS = [AveragedModel, nn.DataParallel, checkpoint_wrapper]
 
 
 def sites(model: nn.Module, run: Callable[[], object] | None = None, patterns: object = None) -> tuple[str, ...]:
@@ -91,55 +93,64 @@ def test_attention_computed_by_the_model_itself_beside_that_of_its_sites() -> No
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_around_the_model_leave_no_trace_in_names(wrapper: str) -> None:
-    assert sites(Wrapper(wrapper, Model())) == ("blocks.0.attention", "blocks.1.attention")
+def test_wrappers_around_the_model_leave_no_trace_in_names(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    assert sites(wrapper(Model())) == ("blocks.0.attention", "blocks.1.attention")
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_around_a_part_leave_no_trace_in_names(wrapper: str) -> None:
+def test_wrappers_around_a_part_leave_no_trace_in_names(wrapper: Callable[[nn.Module], nn.Module]) -> None:
     model = Model()
-    model.blocks[0] = Wrapper(wrapper, model.blocks[0])
-    model.blocks[1].attention = Wrapper(wrapper, model.blocks[1].attention)
+    model.blocks[0] = wrapper(model.blocks[0])
+    model.blocks[1].attention = wrapper(model.blocks[1].attention)
     assert sites(model) == ("blocks.0.attention", "blocks.1.attention")
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapped_model_that_is_a_site_itself(wrapper: str) -> None:
-    assert sites(Wrapper(wrapper, Attention())) == ("(root)",)
+def test_a_wrapped_model_that_is_a_site_itself(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    assert sites(wrapper(Attention())) == ("(root)",)
 
 
 def test_wrappers_in_wrappers() -> None:
     model: nn.Module = Model()
     for wrapper in WRAPPERS:
-        model = Wrapper(wrapper, model)
+        model = wrapper(model)
     assert sites(model) == ("blocks.0.attention", "blocks.1.attention")
 
 
 def test_the_inner_model_is_found_when_its_wrapper_runs() -> None:
     """Lightning runs `strategy.model`, which may be the wrapped one."""
     inner = Model()
-    wrapped = Wrapper("module", inner)
+    wrapped = nn.DataParallel(inner)
     assert sites(inner, run=lambda: wrapped(TOKENS)) == ("blocks.0.attention", "blocks.1.attention")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("", "(root)"),
-        ("module", "(root)"),
-        ("_orig_mod.module", "(root)"),
-        ("blocks.0", "blocks.0"),
-        ("blocks.0._orig_mod", "blocks.0"),
-        ("module.module.blocks.0.attention", "blocks.0.attention"),
-        ("blocks._checkpoint_wrapped_module.0._fsdp_wrapped_module.attention", "blocks.0.attention"),
-        ("my_module.attention", "my_module.attention"),
-        ("module_list.0", "module_list.0"),
-        ("blocks.modules.0", "blocks.modules.0"),
-        ("attention_orig_mod", "attention_orig_mod"),
-    ],
-)
-def test_canonical_names(name: str, expected: str) -> None:
-    assert canonical_name(name) == expected
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "model", "base_model", "module_list", "my_module"])
+def test_a_part_that_is_called_as_a_wrappers_keeps_its_name(name: str) -> None:
+    assert sites(Wrapper(name, Model())) == (f"{name}.blocks.0.attention", f"{name}.blocks.1.attention")
+
+
+def test_names_are_those_of_named_modules_also_of_what_has_several() -> None:
+    model = Model()
+    model.blocks.append(model.blocks[0])
+    model.first = model.blocks[0].attention
+    assert canonical_names(model) == {module: name or "(root)" for name, module in model.named_modules()}
+
+
+def test_listing_names_asks_nothing_of_the_model() -> None:
+    """Some models change when their modules or parameters are listed."""
+
+    class Asked(Block):
+        def named_modules(self, *args: object, **kwargs: object) -> Iterator[object]:
+            pytest.fail("a capture must not call methods of a model")
+
+        named_parameters = named_buffers = parameters = buffers = modules = children = named_modules
+
+    model = nn.ModuleDict({"asked": Asked()})
+    assert sites(model, run=lambda: model["asked"](TOKENS)) == ("asked.attention",)
+    observer = AttentionObserver(model)
+    with observer:
+        model["asked"](TOKENS)
+    assert observer.snapshot().sites == ("asked.attention",)
 
 
 # Which module it is
@@ -278,7 +289,7 @@ def test_a_functional_call_of_the_model_is_the_models() -> None:
 )
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_patterns_choose_sites_by_canonical_name(patterns: object, expected: tuple[str, ...], wrapped: bool) -> None:
-    model = Wrapper("_orig_mod", Model()) if wrapped else Model()
+    model = AveragedModel(Model()) if wrapped else Model()
     assert sites(model, patterns=patterns) == expected
 
 

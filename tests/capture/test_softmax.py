@@ -225,8 +225,19 @@ def one_key_head(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     return torch.einsum("bhij,bjd->bhid", weights, value[:, 0])
 
 
+def values_that_are_a_product(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As where the weights that project them come from data."""
+    return scores_of(query, key).softmax(-1) @ (value @ (value.mT @ value))
+
+
+def weighted_sum_of_values_that_are_a_product(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return weighted_sum(site, query, key, value @ (value.mT @ value))
+
+
 WRITTEN: list[Attend] = [
     plain,
+    values_that_are_a_product,
+    weighted_sum_of_values_that_are_a_product,
     by_bmm_through_four_dimensions,
     by_einsum,
     by_einsum_with_heads_last,
@@ -410,6 +421,17 @@ def router_by_a_layer(site: Site, query: Tensor, key: Tensor, value: Tensor) -> 
     return (experts[..., None] * outputs).sum(-2)
 
 
+def router_by_a_layer_whose_weights_are_computed(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of two matrices that nobody knows, as of adapters, or of the data, as in a hypernetwork."""
+    tokens = query.transpose(1, 2).flatten(2)
+    unknown = torch.from_numpy(torch.randn(5, 2).numpy()) @ torch.from_numpy(torch.randn(2, MODEL_WIDTH).numpy())
+    of_data = tokens[0, :5]
+    for weight in (unknown, of_data, of_data.flatten(0, 1).view_as(of_data)):
+        experts = functional.linear(tokens.flatten(0, 1), weight).softmax(-1)
+        tokens = tokens + (experts @ functional.normalize(weight, dim=-1)).view_as(tokens)
+    return tokens
+
+
 def codebook(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     codes = functional.normalize(site.project.weight[:, :WIDTH], dim=-1)
     return (query @ codes.t()).softmax(-1) @ codes
@@ -470,6 +492,7 @@ def graph_without_values(site: Site, query: Tensor, key: Tensor, value: Tensor) 
 DECOYS: list[Attend] = [
     router,
     router_by_a_layer,
+    router_by_a_layer_whose_weights_are_computed,
     codebook,
     codebook_in_a_buffer,
     distributional_head,

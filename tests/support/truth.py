@@ -40,6 +40,10 @@ class Tape:
         """What came out of a module in one of its calls."""
         return self._gave[module][call]
 
+    def calls(self, module: str) -> int:
+        """How many calls of a module there were."""
+        return len(self._gave[module])
+
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """Listen to a model while the block runs."""
