@@ -70,6 +70,9 @@ class Sightings(Protocol):
             device: where it is computed.
         """
 
+    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Tell of one call in the words of the model, which may be seen in another way as well."""
+
 
 #: Sees attention that no torch function shows, for as long as the context lasts.
 Interceptor = Callable[[Sightings], AbstractContextManager[object]]
