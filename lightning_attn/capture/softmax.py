@@ -671,7 +671,9 @@ class SoftmaxFollower:
             if history.shift is not None and (
                 axes != history.axes or not (is_view(result, logits) or call.name in _KEEPS_DIFFERENCES)
             ):
-                kept = replace(kept, refusal=f"{call.name!r} follows the subtraction of its row maximum")
+                kept = replace(
+                    kept, refusal=f"after the subtraction of its row maximum {call.name!r} changes its logits"
+                )
             if mask is not None and mask.dim() > 0:
                 kept = replace(kept, masks=(*kept.masks, Mask(mask.detach(), result.shape)))
             self._trail.set(result, kept)
