@@ -22,8 +22,8 @@ from lightning_attn.capture.isolation import (
     in_function_transform,
     isolated,
 )
-from lightning_attn.capture.opaque import opaque_calls
-from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
+from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
+from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower
@@ -91,12 +91,13 @@ class Capture:
         self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
         self._attended: dict[nn.Module, Attended] = {}
         self._told = ToldAttention()
+        self._scripts = Scripts()
         self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
             self._running.enter_context(intercept(self))
         if self._receive_states is not None:
             self._running.enter_context(after_every_module(self._see_states))
-        self._running.enter_context(opaque_calls(self._follow_opaque))
+        self._running.enter_context(opaque_calls(self._hear))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -145,9 +146,17 @@ class Capture:
         if self._follower is not None:
             self._following(self._follower.see, function, args, kwargs, result)
 
-    def _follow_opaque(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+    def _hear(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Hear of one call into which nothing can see."""
+        name = name_of_opaque(called)
         if self._follower is not None:
             self._following(self._follower.see_opaque, name, args, kwargs, result)
+        if self._scripts.attends(called):
+
+            def read(sampling: Sampling) -> AttentionCall:
+                raise UnreadableError(f"it is computed in {name!r}, which `torch.jit` compiled. {WAY_OUT}")
+
+            self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
 
     def _following(self, see: Callable[..., None], *seen: Any) -> None:
         """Let the follower see something; where that fails, do without it."""

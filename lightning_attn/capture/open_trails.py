@@ -20,8 +20,15 @@ class OpenTrails:
         self._logits: dict[Place, Axes] = {}
         self._weights: dict[Place, Axes] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._logits or self._weights)
+    @property
+    def has_logits(self) -> bool:
+        """Whether any product has not come to a softmax."""
+        return bool(self._logits)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether any softmax has multiplied nothing."""
+        return bool(self._weights)
 
     def begin_logits(self, place: Place, axes: Axes) -> None:
         """A product of two activations."""

@@ -46,6 +46,10 @@ def check_sequences(**numbers: int | None) -> None:
             raise ValueError(f"`{name}` must be a positive integer, or None for all sequences, got {number!r}.")
 
 
+#: What helps where queries, keys or weights cannot be read off tensors, but the model knows them.
+WAY_OUT = "`lightning_attn.observe(query, key, value)` in the line before it tells of it; or choose `sites` without it"
+
+
 class UnreadableError(Exception):
     """A call that is attention but cannot be read; the message says why and names a way out."""
 

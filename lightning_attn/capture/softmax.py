@@ -26,6 +26,7 @@ from lightning_attn.capture.axes import (
     QUERY,
     RIGHT,
     SHARED,
+    Axes,
     Contraction,
     axes_after,
     contraction,
@@ -149,7 +150,7 @@ class SoftmaxFollower:
                         self._trail.write_data(operands[0])
                 elif function in _TAKE_THE_SHAPE and isinstance(result, Tensor):
                     self._trail.set(result, CONSTANT)
-                elif self._open and function in _SOFTMAXES:
+                elif self._open.has_logits and function in _SOFTMAXES:
                     with unheard():
                         self._see_softmax_of_unknown(
                             Operation("softmax", function, args, kwargs, operands, known, result)
@@ -288,33 +289,32 @@ class SoftmaxFollower:
     def _refuse_what_multiplies_values(
         self, product: Contraction, left: Followed | None, right: Followed | None
     ) -> None:
-        """Tell of values that are multiplied with what a function made of logits, or of weights, unseen."""
-        for tensor, followed, labels, other in (
-            (product.left, left, product.left_axes, right),
-            (product.right, right, product.right_axes, left),
-        ):
-            if other is not None:
-                continue
-            if isinstance(followed, Logits) and followed.opaque and _may_be_weights(tensor):
-                for axis, label in enumerate(labels):
-                    if label in product.summed and followed.axes[axis] != SHARED:
-                        self._refuse(
-                            tensor,
-                            followed,
-                            axis,
-                            f"its weights come out of {followed.opaque!r}, into which nothing can see",
-                        )
-            elif followed is None and self._open:
-                place = place_of(self._modules(), tensor.shape)
-                axes = self._open.weights(place)
-                if axes is not None and labels[axes.index(KEY)] in product.summed:
-                    self._open.end_weights(place)
-                    history = Logits(axes, place=place)
-                    softmax = Softmax(tensor.detach(), axes, history, self._modules(), written_to(tensor))
-                    softmax.refusal = (
-                        "its weights cannot be followed from their softmax to their product with the values"
-                    )
-                    self._find(Weights((softmax,), axes), tensor, None)
+        """Tell of values that are multiplied with what was made of logits, or of weights, where it was not seen."""
+        if right is None:
+            self._refuse_weights(product.left, left, product.left_axes, product.summed)
+        if left is None:
+            self._refuse_weights(product.right, right, product.right_axes, product.summed)
+
+    def _refuse_weights(self, tensor: Tensor, followed: Followed | None, labels: Axes, summed: set[str]) -> None:
+        if isinstance(followed, Logits) and followed.opaque and _may_be_weights(tensor):
+            refusal = f"its weights come out of {followed.opaque!r}, into which nothing can see, perhaps as a softmax"
+            for axis, label in enumerate(labels):
+                if label in summed and followed.axes[axis] != SHARED:
+                    self._refuse(tensor, followed, axis, refusal)
+        elif followed is None and self._open.has_weights:
+            modules = self._modules()
+            place = place_of(modules, tensor.shape)
+            axes = self._open.weights(place)
+            if axes is not None and labels[axes.index(KEY)] in summed:
+                softmax = Softmax(
+                    tensor.detach(),
+                    axes,
+                    Logits(axes, place=place),
+                    modules,
+                    written_to(tensor),
+                    refusal="its weights cannot be followed from their softmax to their product with the values",
+                )
+                self._find(Weights((softmax,), axes), tensor, None)
 
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
         """Exponentials that multiply values before they are divided by their sum."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
 from lightning_attn.capture.isolation import written_to
-from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError
 from lightning_attn.capture.trail import Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
@@ -21,8 +21,6 @@ _SURELY_HIDDEN_BELOW = -1e30
 _PROBABLY_HIDDEN_BELOW = HIDING_PENALTY / 2
 #: A mask hides nothing whose logit is above this: logits were moved, or overwritten, after it was applied.
 _NOT_HIDDEN_ABOVE = -20.0
-#: What helps where logits, heads or weights cannot be read off tensors, but the model knows them.
-_WAY_OUT = "`lightning_attn.observe(query, key, value)` in the line before it tells of it; or choose `sites` without it"
 #: How far apart the logits of a learned sink may be from row to row.
 _TOLERANCE = 1e-2
 
@@ -69,14 +67,14 @@ class WrittenAttention:
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
-            raise UnreadableError(f"{softmax.refusal}. {_WAY_OUT}")
+            raise UnreadableError(f"{softmax.refusal}. {WAY_OUT}")
         if softmax.axes.count(SHARED) > 2 and not self.is_grouped:
             raise UnreadableError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
-                f"cannot be told. {_WAY_OUT}, with windows or chunks as sequences of their own"
+                f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
             )
         if softmax.version != written_to(softmax.logits):
-            raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {_WAY_OUT}")
+            raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {WAY_OUT}")
 
         def arrange(tensor: Tensor) -> Tensor:
             return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
@@ -135,6 +133,6 @@ class WrittenAttention:
         if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
             raise UnreadableError(
                 "its softmax has columns without a value whose logits differ from row to row. With keys of their own "
-                f"for these, and values of zero, {_WAY_OUT}"
+                f"for these, and values of zero, {WAY_OUT}"
             )
         return sink_H

@@ -28,7 +28,7 @@ class Model(nn.Module):
         self.attend = attend
         self.project = nn.Linear(MODEL_WIDTH, 3 * MODEL_WIDTH)
         self.experts = nn.Parameter(torch.randn(4, WIDTH))
-        self.scripted = torch.jit.script(Clamp())
+        self.scripted, self.fused = torch.jit.script(Clamp()), torch.jit.script(Fused())
         self.told: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -38,6 +38,16 @@ class Model(nn.Module):
 class Clamp(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         return (scores / 2.0).tanh() * 2.0
+
+
+class Fused(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@torch.jit.script
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.softmax(query @ key.transpose(-1, -2), dim=-1) @ value
 
 
 @torch.jit.script
@@ -109,6 +119,19 @@ class HalvedInSight(Halved):
     @staticmethod
     def forward(ctx: object, scores: Tensor) -> Tensor:
         return scores / 2
+
+
+class SoftmaxInSight(torch.autograd.Function):
+    """As DeBERTa has had it: the mask is applied before and after."""
+
+    @staticmethod
+    def forward(ctx: object, scores: Tensor) -> Tensor:
+        hidden = ~CAUSAL
+        return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(hidden, 0.0)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class FusedSoftmax(torch.autograd.Function):
@@ -189,6 +212,10 @@ def by_operators(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Ten
     return torch.ops.aten.matmul(weights, value)
 
 
+def fused_by_its_name(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, None, 0.0, True, scale=1.0)
+
+
 def dropped_in_a_script(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return drop_some(scores_of(query, key).softmax(-1)) @ value
 
@@ -199,14 +226,23 @@ def everything_in_functions(model: Model, query: Tensor, key: Tensor, value: Ten
     return weights @ Halved.apply(value)
 
 
+def softmax_in_sight(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return SoftmaxInSight.apply(scores_of(query, key)) @ value
+
+
+WHOLE = [by_operators, fused_by_its_name, dropped_in_a_script, everything_in_functions, softmax_in_sight]
+
+
 @pytest.mark.filterwarnings("error::lightning_attn.AttentionWarning")
-@pytest.mark.parametrize("attend", [by_operators, dropped_in_a_script, everything_in_functions])
+@pytest.mark.parametrize("attend", WHOLE, ids=lambda attend: attend.__name__)
 def test_whole_attentions_are_seen(attend: Attend) -> None:
     model = Model(attend)
     with record(model) as recording:
-        model(torch.randn(SEQUENCES, TOKENS, MODEL_WIDTH))
+        output = model(torch.randn(SEQUENCES, TOKENS, MODEL_WIDTH))
     (call,) = recording.calls
     assert call.heads == HEADS
+    if attend is not dropped_in_a_script:
+        torch.testing.assert_close(call.output(), output.detach(), rtol=0, atol=1e-5)
     assert call.value is not None
 
 
@@ -237,7 +273,17 @@ def weights_in_foreign_memory(model: Model, query: Tensor, key: Tensor, value: T
     return in_foreign_memory(scores_of(query, key).softmax(-1)) @ value
 
 
+def whole_in_a_script(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attention(query, key, value)
+
+
+def whole_in_a_scripted_module(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return model.fused(query, key, value)
+
+
 REFUSED: dict[Attend, str] = {
+    whole_in_a_script: "it is computed in 'attention', which `torch.jit` compiled",
+    whole_in_a_scripted_module: "it is computed in 'forward', which `torch.jit` compiled",
     softmax_in_a_function: "its weights come out of 'FusedSoftmax'",
     softmax_in_a_script: "its weights come out of 'fused_softmax'",
     values_in_a_script: "its weights and values enter 'weigh'",
