@@ -47,7 +47,8 @@ def observe(
 
     Args:
         query: (B, H, N, D), after rotary embedding and normalisation.
-        key: (B, K, M, D), where K divides H.
+        key: (B, K, M, D), where K divides H: query head ``h`` reads key head ``h // (H / K)``. Where it reads another
+            one, as in x-transformers, repeat the keys and values.
         value: (B, K, M, E), for the statistics that look at values; they are absent without it.
         attn_mask: broadcasts to (B, H, N, M): boolean, true where a key may be seen, or added to the logits.
         is_causal: query ``i`` sees the keys up to number ``i + M - N``: the last query sees all.

@@ -389,9 +389,9 @@ class Option:
         return [
             Cell(
                 FAMILY,
-                f"{kind} {', '.join(f'`{name}={value}`' for name, value in self.options.items())}".strip(),
+                ", ".join(f"`{name}={value}`" for name, value in self.options.items()) or "no options",
                 self.name,
-                case,
+                f"{kind}, {case}",
                 lambda kind=kind: transformer(kind, **self.options),  # type: ignore[misc]
                 lambda model, mask=mask: {"x": IDS, "mask": mask},  # type: ignore[misc]
                 lambda model, tape, given, kind=kind: [  # type: ignore[misc]
