@@ -63,7 +63,8 @@ class Findings:
         if known is not None and known.heads != found.heads:
             raise UnreadableError(
                 f"it ran with {known.heads} heads and again with {found.heads} before one snapshot, "
-                "so that the heads of its calls cannot be matched"
+                "so that the heads of its calls cannot be matched; take a snapshot after each, or choose `sites` "
+                "without it"
             )
         self._sums[site] = found if known is None else known.joined(found)
 

@@ -141,6 +141,11 @@ def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Contrac
     return Contraction(a, b, left, right, tuple(label for label in left + right if not label.startswith("width")))
 
 
+def _distances(x1: Tensor, x2: Tensor, *_: Any, **__: Any) -> Contraction:
+    """Distances compare the tokens of two tensors as products do."""
+    return _matmul(x1, x2.mT)
+
+
 _CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
     torch.matmul: _matmul,
     torch.linalg.matmul: _matmul,
@@ -156,6 +161,20 @@ _CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
     torch.nn.functional.linear: _linear,
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
+    torch.cdist: _distances,
+}
+# The same operators, called by their names.
+_CONTRACTIONS |= {
+    operator: read
+    for name, read in {
+        "matmul": _matmul,
+        "bmm": _product_of_batches,
+        "mm": _product_of_batches,
+        "baddbmm": _added_product_of_batches,
+        "linear": _linear,
+        "einsum": _einsum,
+    }.items()
+    for operator in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, name).default)
 }
 
 

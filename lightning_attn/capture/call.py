@@ -263,37 +263,44 @@ class AttentionCall:
             logit_matrix=mapped(self.logit_matrix),
         )
 
-    def logits(self) -> tuple[Tensor, Tensor]:
-        """What enters the softmax, whole: for looking at short sequences.
+    def logits(self, start: int = 0) -> tuple[Tensor, Tensor]:
+        """What enters the softmax: for looking at short sequences.
+
+        Args:
+            start: the first row that is wanted; the rows before it are left out.
 
         Returns:
             The logits (B, H, N, M) in float32 and a boolean tensor of the same shape, true where a key is visible.
         """
         if self.logit_matrix is not None:
-            logits_BHNM = self.logit_matrix.float()
+            logits_BHNM = self.logit_matrix[:, :, start:].float()
         else:
             key_BHMD = self.key.float().repeat_interleave(self.group, dim=1)
-            logits_BHNM = self.query.float() @ key_BHMD.transpose(-1, -2) * self.scale
+            logits_BHNM = self.query[:, :, start:].float() @ key_BHMD.transpose(-1, -2) * self.scale
         if self.score_rule is not None:
-            logits_BHNM = self.score_rule.change(logits_BHNM, 0)
+            logits_BHNM = self.score_rule.change(logits_BHNM, start)
         if self.soft_cap is not None:
             logits_BHNM = self.soft_cap * torch.tanh(logits_BHNM / self.soft_cap)
-        if self.visibility.bias is not None:
-            logits_BHNM = logits_BHNM + self.visibility.bias.float()
+        bias = self.visibility.bias_rows(start, self.queries, self.keys)
+        if bias is not None:
+            logits_BHNM = logits_BHNM + bias.float()
         visible_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool)
-        rows = self.visibility.rows(0, self.queries, self.keys, self.query.device)
+        rows = self.visibility.rows(start, self.queries, self.keys, self.query.device)
         if rows is not None:
             first, visible = rows
             visible_BHNM[..., first:] = visible
         return logits_BHNM, visible_BHNM
 
-    def weights(self) -> Tensor:
-        """The attention matrix before dropout, whole: for looking at short sequences.
+    def weights(self, start: int = 0) -> Tensor:
+        """The attention matrix before dropout: for looking at short sequences.
+
+        Args:
+            start: the first row that is wanted; the rows before it are left out.
 
         Returns:
             (B, H, N, M) in float32. Rows sum to one, to less with a learned sink, and to zero where no key is visible.
         """
-        logits_BHNM, visible_BHNM = self.logits()
+        logits_BHNM, visible_BHNM = self.logits(start)
         logits_BHNM = logits_BHNM.masked_fill(~visible_BHNM, torch.finfo(torch.float32).min)
         if self.sink_logits is not None:
             sink_BHN1 = self.sink_logits.float().view(1, -1, 1, 1).expand(*logits_BHNM.shape[:-1], 1)

@@ -23,11 +23,13 @@ from lightning_attn.capture.isolation import (
     in_function_transform,
     isolated,
 )
-from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
+from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
+from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower
 from lightning_attn.capture.states import Attended, HiddenStates
+from lightning_attn.capture.told import ToldAttention
 from lightning_attn.capture.written import WrittenAttention
 
 #: What becomes of compiled modules while something watches.
@@ -91,11 +93,14 @@ class Capture:
         self._names = SiteNames(self._model)
         self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
         self._attended: dict[nn.Module, Attended] = {}
+        self._told = ToldAttention()
+        self._scripts = Scripts()
         self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
             self._running.enter_context(intercept(self))
         if self._receive_states is not None:
             self._running.enter_context(after_every_module(self._see_states))
+        self._running.enter_context(opaque_calls(self._hear))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -142,13 +147,37 @@ class Capture:
         finally:
             self._query = outer
 
+    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Take a call that the model tells of, and that may be seen in another way as well.
+
+        Args:
+            read: reads it.
+            device: where it is computed.
+        """
+        self._take(self._names.computing(), read, lambda: device, is_told=True)
+
     def _follow(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
-        if self._follower is None:
-            return
+        if self._follower is not None:
+            self._following(self._follower.see, function, args, kwargs, result)
+
+    def _hear(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Hear of one call into which nothing can see."""
+        name = name_of_opaque(called)
+        if self._follower is not None:
+            self._following(self._follower.see_opaque, name, args, kwargs, result)
+        if self._scripts.attends(called):
+
+            def read(sampling: Sampling) -> AttentionCall:
+                raise UnreadableError(f"it is computed in {name!r}, which `torch.jit` compiled. {WAY_OUT}")
+
+            self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
+
+    def _following(self, see: Callable[..., None], *seen: Any) -> None:
+        """Let the follower see something; where that fails, do without it."""
         try:
-            self._follower.see(function, args, kwargs, result)
+            see(*seen)
         except Exception as error:
             if self._strict:
                 raise
@@ -157,9 +186,9 @@ class Capture:
 
     def _found(self, attention: WrittenAttention) -> None:
         """Take an attention that was written out with a softmax."""
-        self._take(attention.modules, attention.read, lambda: attention.device)
+        taken = self._take(attention.modules, attention.read, lambda: attention.device, rows=attention.rows)
         module, changed_by = self._names.site_of(attention.modules), attention.softmax.changed_by
-        if module is not None and changed_by is not None and self._sites.match(self._names[module]):
+        if taken and module is not None and changed_by is not None:
             self._faults.report_changed_weights(self._names[module], changed_by)
 
     def _take(
@@ -167,27 +196,43 @@ class Capture:
         modules: tuple[nn.Module, ...],
         read: Callable[[Sampling], AttentionCall],
         device: Callable[[], torch.device],
-    ) -> None:
+        rows: int | None = None,
+        is_told: bool = False,
+    ) -> bool:
+        """Read a call and hand it on; whether it was."""
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
-            return
+            return False
         module = self._names.site_of(modules)
         if module is None:
-            return
+            return False
         self.count += 1
         site = self._names[module]
         if site in self._faults.quiet or not self._sites.match(site):
-            return
+            return False
+        taken = False
         with self._reporting(site):
-            self._read(module, read, device())
+            try:
+                taken = self._read(module, modules, read, device(), is_told)
+            except UnreadableError:
+                if is_told or not self._told.covers(module, rows):
+                    raise
+        return taken
 
-    def _read(self, module: nn.Module, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def _read(
+        self,
+        module: nn.Module,
+        modules: tuple[nn.Module, ...],
+        read: Callable[[Sampling], AttentionCall],
+        device: torch.device,
+        is_told: bool,
+    ) -> bool:
         if in_function_transform():
             raise UnreadableError(
-                "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart; run "
-                "the model outside of it on the steps to be watched"
+                "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart; "
+                "call the model without the transform on the steps to be watched, or choose `sites` without it"
             )
         if device.type == "meta":
-            return
+            return False
         autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
         sampling = Sampling(
             site=self._names[module],
@@ -203,9 +248,14 @@ class Capture:
             call = call.map_tensors(Tensor.detach)
             if call.heads == 1:
                 call = replace(call, forward=self._names.forward_number(module))
+            if is_told:
+                self._told.tell(module, call)
+            elif self._told.is_known(modules, call):
+                return False
             self._receive(call)
             if self._receive_states is not None and module not in self._attended:
                 self._attended[module] = Attended.by(call, module)
+        return True
 
     def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Look at a module that returns: whether it computed attention, and what entered and left it."""

@@ -85,6 +85,24 @@ def without_function_modes() -> AbstractContextManager[object]:
     return cast(AbstractContextManager[object], disable())
 
 
+def function_modes_hear() -> bool:
+    """Whether a function mode of the surrounding program hears what is done with tensors at this point."""
+    is_heard = getattr(torch._C, "_is_torch_function_mode_enabled", None)
+    return is_heard is None or bool(is_heard())
+
+
+def call_of_scripts() -> list[type]:
+    """The classes of what `torch.jit` compiled whose ``__call__`` no function mode hears."""
+    kinds = (getattr(torch._C, name, None) for name in ("ScriptFunction", "ScriptMethod"))
+    return [kind for kind in kinds if kind is not None and "__call__" in kind.__dict__]
+
+
+def apply_of_functions() -> list[type]:
+    """The class from which every `torch.autograd.Function` inherits the ``apply`` that no function mode hears."""
+    base: type | None = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+    return [] if base is None or "apply" in base.__dict__ or not hasattr(base, "apply") else [base]
+
+
 def _without_dispatch_modes() -> AbstractContextManager[object]:
     try:
         from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack

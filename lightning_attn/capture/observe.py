@@ -39,14 +39,16 @@ def observe(
 ) -> None:
     r"""Tell whoever is watching of an attention that is being computed here.
 
-    One line beside the call of a kernel that nothing can see into: a custom CUDA or Triton kernel, xformers, flash-attn
-    called directly. Call it in the ``forward`` of the module that the attention belongs to. It describes
-    :math:`\mathrm{softmax}(\text{scale} \cdot Q K^\top + \text{mask})\, V`, computes nothing, and takes less than a
-    microsecond when nobody is watching.
+    One line before the call of a kernel that nothing can see into (a custom CUDA or Triton kernel, xformers, flash-attn
+    called directly), or before an attention that is refused. Call it in the ``forward`` of the module that the
+    attention belongs to. It describes :math:`\mathrm{softmax}(\text{scale} \cdot Q K^\top + \text{mask})\, V`, computes
+    nothing, and takes less than a microsecond when nobody is watching. What it tells of is not counted again, and not
+    refused, where it is seen after it.
 
     Args:
         query: (B, H, N, D), after rotary embedding and normalisation.
-        key: (B, K, M, D), where K divides H.
+        key: (B, K, M, D), where K divides H: query head ``h`` reads key head ``h // (H / K)``. Where it reads another
+            one, as in x-transformers, repeat the keys and values.
         value: (B, K, M, E), for the statistics that look at values; they are absent without it.
         attn_mask: broadcasts to (B, H, N, M): boolean, true where a key may be seen, or added to the logits.
         is_causal: query ``i`` sees the keys up to number ``i + M - N``: the last query sees all.
@@ -99,7 +101,7 @@ def observe(
 
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")  # refused where it is read
     for sightings in _WATCHING:
-        sightings.take(read, device)
+        sightings.tell(read, device)
 
 
 def _check(

@@ -47,6 +47,10 @@ def check_sequences(**numbers: int | None) -> None:
             raise ValueError(f"`{name}` must be a positive integer, or None for all sequences, got {number!r}.")
 
 
+#: What helps where queries, keys or weights cannot be read off tensors, but the model knows them.
+WAY_OUT = "`lightning_attn.observe(query, key, value)` in the line before it tells of it; or choose `sites` without it"
+
+
 class UnreadableError(Exception):
     """A call that is attention but cannot be read; the message says why and names a way out."""
 
@@ -76,6 +80,14 @@ class Sightings(Protocol):
 
         Args:
             query: (B, H, N, D), before a function may have folded heads into queries.
+        """
+
+    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Tell of one call in the words of the model, which may be seen in another way as well.
+
+        Args:
+            read: reads it.
+            device: where it is computed.
         """
 
 

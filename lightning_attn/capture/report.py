@@ -43,7 +43,8 @@ class SiteFaults:
             self.reported.add((site, operation))
             warnings.warn(
                 f"The attention at {site!r} changes its weights after the softmax (by {operation!r}: talking heads, "
-                "differential attention, a decay). The statistics are those of the softmax itself, without values.",
+                "differential attention, a decay). The statistics are those of the softmax itself, without values; or "
+                "choose `sites` without it.",
                 AttentionWarning,
                 stacklevel=2,
             )
@@ -73,9 +74,9 @@ def warn_of_nothing(model: nn.Module, sites: SitePatterns) -> None:
     warnings.warn(
         f"No attention was seen at the sites {list(sites.patterns)} of {type(model).__name__}. What would have been: "
         "`scaled_dot_product_attention`, `torch.nn.MultiheadAttention`, `flex_attention`, attention written out with a "
-        "softmax between two products, and the attention functions of Hugging Face. A kernel of another kind is seen "
-        "where the model tells of it, with one line: `lightning_attn.observe(query, key, value)`. Or what was watched "
-        "computed no attention.",
+        "softmax between two products, and the attention functions of Hugging Face. A kernel of another kind, or a "
+        "module that `torch.jit` compiled whole, is seen where the model tells of it, with one line before its call: "
+        "`lightning_attn.observe(query, key, value)`. Or what was watched computed no attention.",
         AttentionWarning,
         stacklevel=3,
     )

@@ -18,6 +18,8 @@ from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 
 
 @reads(functional.scaled_dot_product_attention)
+@reads(torch.ops.aten.scaled_dot_product_attention)
+@reads(torch.ops.aten.scaled_dot_product_attention.default)
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
     """Read one call: all masks, grouped heads, and inputs of any number of leading dimensions.
 

@@ -26,6 +26,7 @@ from lightning_attn.capture.axes import (
     QUERY,
     RIGHT,
     SHARED,
+    Axes,
     Contraction,
     axes_after,
     contraction,
@@ -35,7 +36,8 @@ from lightning_attn.capture.axes import (
 from lightning_attn.capture.call import HIDING_PENALTY
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
 from lightning_attn.capture.module_tree import buffers_of, parameters_of
-from lightning_attn.capture.operation import Operation, name_of, tensors_among
+from lightning_attn.capture.open_trails import OpenTrails, place_of
+from lightning_attn.capture.operation import Operation, is_opaque, name_of, tensors_among
 from lightning_attn.capture.trail import (
     COMPUTED_CONSTANT,
     CONSTANT,
@@ -69,6 +71,8 @@ _TAKE_THE_SHAPE = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
 }
+#: The functions that compute a softmax.
+_SOFTMAXES = {functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax}
 #: The method that sees a function of another name.
 _SYNONYMS = {
     "radd": "add",
@@ -128,6 +132,7 @@ class SoftmaxFollower:
         self._modules = modules
         self._found = found
         self._trail = Trail(constants=(*parameters_of(model), *buffers_of(model)))
+        self._open = OpenTrails()
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""
@@ -147,13 +152,29 @@ class SoftmaxFollower:
                         self._trail.write_data(operands[0])
                 elif function in _TAKE_THE_SHAPE and isinstance(result, Tensor):
                     self._trail.set(result, CONSTANT)
+                elif self._open.has_logits and function in _SOFTMAXES:
+                    with unheard():
+                        self._see_softmax_of_unknown(
+                            Operation("softmax", function, args, kwargs, operands, known, result)
+                        )
                 return
         with unheard():
             self._look(Operation(name_of(function), function, args, kwargs, operands, known, result))
 
+    def see_opaque(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Look at one call of a function into which nothing can see, or not into all of it, and at its result."""
+        operands = tensors_among(args, kwargs)
+        known = [self._trail.get(operand) for operand in operands]
+        if known.count(None) < len(known):
+            with unheard():
+                self._look_at_opaque(Operation(name, _nothing_is_known, args, kwargs, operands, known, result))
+
     def _look(self, call: Operation) -> None:
         """Look closely at a call of which some operand is known, or that may be a product of two activations."""
         if any(operand.is_nested for operand in call.operands):
+            return
+        if is_opaque(call.function):
+            self._look_at_opaque(call)
             return
         product = contraction(call.function, call.args, call.kwargs)
         if product is not None:
@@ -193,6 +214,65 @@ class SoftmaxFollower:
                     self._trail.set(tensor, CONSTANT)
         return bool(met)
 
+    def _look_at_opaque(self, call: Operation) -> None:
+        """What went in comes out in some way, where it has the shape; what that did to it, numbers have to tell."""
+        if any(tensor.is_nested for tensor in (*call.operands, *call.results)):
+            return
+        if all(isinstance(followed, Constant) for followed in call.known):
+            for tensor in call.results:
+                if self._trail.get(tensor) is None:
+                    self._trail.set(tensor, COMPUTED_CONSTANT if len(call.known) > 1 else CONSTANT)
+            return
+        logits, weights = call.first(Logits), call.first(Weights)
+        if not logits and not weights:
+            self._keep(call)
+            return
+        if self._see_values_go_in(call, logits, weights):
+            return
+        # What was seen inside is known already. Memory that was only made there is known too, for a constant.
+        unknown = [r for r in call.results if isinstance(self._trail.get(r), (Constant, type(None)))]
+        for tensor in unknown:
+            self._trail.set(tensor, None)
+        if len(unknown) == len(call.results):
+            self._keep(call)
+        kept = [self._trail.get(result) for result in call.results]
+        for result, followed in zip(call.results, kept, strict=True):
+            if isinstance(followed, Logits):
+                self._trail.set(result, replace(followed, has_unseen_mask=True, opaque=call.name))
+
+    def _see_values_go_in(
+        self, call: Operation, logits: tuple[Tensor, Logits] | None, weights: tuple[Tensor, Weights] | None
+    ) -> bool:
+        """Tell of weights, or logits, that a function has multiplied with values that it was also given, if it has."""
+        for value, followed in zip(call.operands, call.known, strict=True):
+            if followed is not None or value.dim() < 2 or not value.is_floating_point():
+                continue
+            entered = [known[0].shape for known in (logits, weights) if known]
+            outputs = [result.shape for result in call.results if result.dim() > 1 and self._trail.get(result) is None]
+            if any(shape in entered for shape in outputs) or not any(shape[-1] == value.shape[-1] for shape in outputs):
+                continue
+            if weights and value.shape[-2] == weights[0].shape[weights[1].axes.index(KEY)]:
+                for softmax in weights[1].softmaxes:
+                    softmax.refusal = f"its weights and values enter {call.name!r}, into which nothing can see"
+                self._find(weights[1], weights[0], None)
+                return True
+            if logits and value.shape[-2] == logits[0].shape[-1]:
+                self._refuse(
+                    logits[0],
+                    logits[1],
+                    logits[0].dim() - 1,
+                    f"its logits and values enter {call.name!r}, into which nothing can see",
+                )
+                return True
+        return False
+
+    def _refuse(self, logits: Tensor, history: Logits, axis: int, refusal: str) -> None:
+        """Tell of an attention whose softmax over an axis cannot be seen."""
+        softmax = self._softmax(logits, history, axis)
+        if softmax is not None:
+            softmax.refusal = refusal
+            self._find(Weights((softmax,), softmax.axes), logits, None)
+
     # Products: of queries and keys, and of weights and values.
 
     def _see_product(self, product: Contraction, call: Operation) -> bool:
@@ -214,17 +294,50 @@ class SoftmaxFollower:
             return not isinstance(logits, Logits) or any(
                 label in product.summed and axis != SHARED for label, axis in zip(labels, logits.axes, strict=True)
             )
+        self._refuse_what_multiplies_values(product, left, right)
         axes = product.meaning()
         if (LEFT in axes or RIGHT in axes) and not in_backward():
             result = call.results[0]
+            place = place_of(self._modules(), result.shape)
+            self._open.begin_logits(place, axes)
             # With a factor of 0, what is added may be memory that nobody has written.
             factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
             masks = (Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
             )
-            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data))
+            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, place=place))
         return True
+
+    def _refuse_what_multiplies_values(
+        self, product: Contraction, left: Followed | None, right: Followed | None
+    ) -> None:
+        """Tell of values that are multiplied with what was made of logits, or of weights, where it was not seen."""
+        if right is None:
+            self._refuse_weights(product.left, left, product.left_axes, product.summed)
+        if left is None:
+            self._refuse_weights(product.right, right, product.right_axes, product.summed)
+
+    def _refuse_weights(self, tensor: Tensor, followed: Followed | None, labels: Axes, summed: set[str]) -> None:
+        if isinstance(followed, Logits) and followed.opaque and _may_be_weights(tensor):
+            refusal = f"its weights come out of {followed.opaque!r}, into which nothing can see, perhaps as a softmax"
+            for axis, label in enumerate(labels):
+                if label in summed and followed.axes[axis] != SHARED:
+                    self._refuse(tensor, followed, axis, refusal)
+        elif followed is None and self._open.has_weights:
+            modules = self._modules()
+            place = place_of(modules, tensor.shape)
+            axes = self._open.weights(place)
+            if axes is not None and labels[axes.index(KEY)] in summed:
+                softmax = Softmax(
+                    tensor.detach(),
+                    axes,
+                    Logits(axes, place=place),
+                    modules,
+                    written_to(tensor),
+                    refusal="its weights cannot be followed from their softmax to their product with the values",
+                )
+                self._find(Weights((softmax,), axes), tensor, None)
 
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
         """Exponentials that multiply values before they are divided by their sum."""
@@ -234,10 +347,12 @@ class SoftmaxFollower:
         assert isinstance(exponentials, Exponentials)
         for axis, label in enumerate(labels):
             if label in product.summed and factor is None:
-                softmax = self._softmax(exponentials.logits, exponentials.history, axis)
-                if softmax is not None:
-                    softmax.refusal = "its exponentials multiply the values before they are divided by their sum"
-                    self._find(Weights((softmax,), softmax.axes), exponentials.logits, None)
+                self._refuse(
+                    exponentials.logits,
+                    exponentials.history,
+                    axis,
+                    "its exponentials multiply the values before they are divided by their sum",
+                )
 
     def _multiply(self, product: Contraction, left: Followed | None, right: Followed | None) -> bool:
         if isinstance(left, Weights) and isinstance(right, Weights):
@@ -272,6 +387,8 @@ class SoftmaxFollower:
 
     def _find(self, weights: Weights, tensor: Tensor, value: Tensor | None) -> None:
         """Tell of the attention whose weights, in a tensor, multiplied a value of shape (shared axes, M, E)."""
+        if any(softmax.changed_by for softmax in weights.softmaxes):
+            weights = _without_detours(weights, tensor)
         sizes = [size for size, axis in zip(tensor.shape, weights.axes, strict=True) if axis == SHARED]
         is_grouped = value is not None and len(sizes) > 2 and value.shape[-3] == 1 != sizes[-1]
         columns = slice(weights.first_column, weights.first_column + tensor.shape[weights.axes.index(KEY)])
@@ -281,6 +398,7 @@ class SoftmaxFollower:
             if softmax.is_done:
                 continue
             softmax.is_done = True
+            self._open.end_weights(place_of(softmax.modules, softmax.logits.shape))
             own = [size for size, axis in zip(softmax.logits.shape, softmax.axes, strict=True) if axis == SHARED]
             is_whole = rows == softmax.logits.numel() // max(1, softmax.logits.shape[softmax.axes.index(KEY)])
             both = tuple(module for module in softmax.modules if module in modules)
@@ -446,6 +564,18 @@ class SoftmaxFollower:
                 softmax.refusal = "its logits are overwritten by their softmax"
             self._trail.set(call.results[0], Weights((softmax,), softmax.axes))
 
+    def _see_softmax_of_unknown(self, call: Operation) -> None:
+        """Logits that went through something unseen on their way to the softmax, if they have the shape of some."""
+        tensor, axis = call.operands[0], call.axis()
+        place = place_of(self._modules(), tensor.shape)
+        axes = self._open.logits(place)
+        if axes is None or axis is None:
+            return
+        refusal = "its logits cannot be followed from the product of queries and keys to their softmax"
+        softmax = self._softmax(tensor, Logits(axes, refusal=refusal, place=place), axis % tensor.dim())
+        if softmax is not None:
+            self._trail.set(call.results[0], Weights((softmax,), softmax.axes))
+
     def _see_gumbel_softmax(self, call: Operation) -> None:
         """Weights that are drawn."""
         logits, history = call.logits()
@@ -465,6 +595,8 @@ class SoftmaxFollower:
 
     def _softmax(self, logits: Tensor, history: Logits, axis: int) -> Softmax | None:
         """The softmax of logits along an axis; ``None`` where that axis is not one of the two that are compared."""
+        if history.place is not None:
+            self._open.end_logits(history.place)
         side = history.axes[axis]
         if side == SHARED:
             return None
@@ -483,20 +615,19 @@ class SoftmaxFollower:
             refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
         if history.shift is not None and history.shift.shape[axis] != 1:
             refusal = "what was subtracted from its logits is not one number for each row"
-        return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)
+        modules = self._modules()
+        self._open.begin_weights(place_of(modules, logits.shape), axes)
+        return Softmax(logits.detach(), axes, history, modules, written_to(logits), refusal=refusal)
 
     def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
         """Go on with weights that no softmax function computed, if they are the softmax that they should be."""
         if softmax is None:
             return
-        with isolated(weights.device):
-            axis = softmax.axes.index(KEY)
-            expected, computed = (
-                tensor.detach().movedim(axis, -1).flatten(0, -2)[-_CHECKED_ROWS:].float()
-                for tensor in (softmax.logits, weights)
+        if not _are_softmax_of(softmax.logits, weights, softmax.axes.index(KEY)):
+            softmax.refusal = (
+                "its weights are exponentials over something else than their sum (with a one added to the sum, it is a "
+                "sink: `sink_logits=torch.zeros(heads)`)"
             )
-            if not torch.allclose(expected.softmax(-1), computed, rtol=0, atol=_TOLERANCE, equal_nan=True):
-                softmax.refusal = "its weights are exponentials over something else than their sum"
         self._trail.set(weights, Weights((softmax,), softmax.axes))
 
     # From the softmax to the values.
@@ -564,7 +695,9 @@ class SoftmaxFollower:
             if history.shift is not None and (
                 axes != history.axes or not (is_view(result, logits) or call.name in _KEEPS_DIFFERENCES)
             ):
-                kept = replace(kept, refusal=f"{call.name!r} follows the subtraction of its row maximum")
+                kept = replace(
+                    kept, refusal=f"after the subtraction of its row maximum {call.name!r} changes its logits"
+                )
             if mask is not None and mask.dim() > 0:
                 kept = replace(kept, masks=(*kept.masks, Mask(mask.detach(), result.shape)))
             self._trail.set(result, kept)
@@ -597,6 +730,16 @@ class SoftmaxFollower:
             self._trail.set(result, kept)
 
 
+def _nothing_is_known(*_: Any) -> None:
+    """Stands for a function that torch does not tell."""
+
+
+def _may_be_weights(tensor: Tensor) -> bool:
+    """Whether no number in a tensor is negative."""
+    with isolated(tensor.device):
+        return not bool((tensor.detach() < 0).any())
+
+
 def _hides(value: Any) -> bool:
     """Whether a key is hidden by having its logit replaced by this."""
     if isinstance(value, Tensor):
@@ -617,6 +760,30 @@ def _log_weights(softmax: Softmax | None) -> LogWeights | None:
 def _changed(weights: Weights, name: str) -> Weights:
     for softmax in weights.softmaxes:
         softmax.changed_by = softmax.changed_by or name
+    return weights
+
+
+def _are_softmax_of(logits: Tensor, weights: Tensor, axis: int) -> bool:
+    """Whether weights are the softmax of logits along an axis; some rows are looked at."""
+    with isolated(weights.device):
+        given, computed = (
+            tensor.detach().movedim(axis, -1).flatten(0, -2)[-_CHECKED_ROWS:].float() for tensor in (logits, weights)
+        )
+        expected = given.softmax(-1)
+        # Held against the largest weight: a row of many keys has small ones only.
+        is_close = (expected - computed).abs() <= _TOLERANCE * expected.amax(-1, keepdim=True)
+        return bool((is_close | (expected.isnan() & computed.isnan())).all())
+
+
+def _without_detours(weights: Weights, tensor: Tensor) -> Weights:
+    """Weights that are what one softmax gave after all: what was added was subtracted again, as for its gradient."""
+    for softmax in weights.softmaxes:
+        is_alike = softmax.axes == weights.axes and softmax.logits.shape == tensor.shape
+        if is_alike and _are_softmax_of(softmax.logits, tensor, softmax.axes.index(KEY)):
+            for other in weights.softmaxes:
+                other.is_done = True
+            softmax.is_done, softmax.changed_by = False, None
+            return replace(weights, softmaxes=(softmax,))
     return weights
 
 

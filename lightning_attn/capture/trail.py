@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import Axes, is_view
 from lightning_attn.capture.call import HIDING_PENALTY
+from lightning_attn.capture.open_trails import Place
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Logits:
         shift: what was subtracted from each row.
         without_data: the axes, `LEFT` or `RIGHT`, of an operand that no data went into.
         refusal: why it cannot be read.
+        place: where the product was computed, and in what shape.
+        opaque: the name of a function into which nothing can see, and through which it went.
     """
 
     axes: Axes
@@ -49,6 +52,8 @@ class Logits:
     shift: Tensor | None = None
     without_data: frozenset[str] = frozenset()
     refusal: str | None = None
+    place: Place | None = None
+    opaque: str | None = None
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
 from lightning_attn.capture.isolation import written_to
-from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError
 from lightning_attn.capture.trail import Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
@@ -49,6 +49,12 @@ class WrittenAttention:
         return self.softmax.logits.device
 
     @property
+    def rows(self) -> int:
+        """How many rows its softmax has, whatever they are."""
+        logits = self.softmax.logits
+        return logits.numel() // max(1, logits.shape[self.softmax.axes.index(KEY)])
+
+    @property
     def _head_axes(self) -> int:
         """How many of the shared axes are heads. A single one holds sequences, of one head each."""
         return 2 if self.is_grouped else max(0, self.softmax.axes.count(SHARED) - 1)
@@ -61,14 +67,14 @@ class WrittenAttention:
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
-            raise UnreadableError(softmax.refusal)
+            raise UnreadableError(f"{softmax.refusal}. {WAY_OUT}")
         if softmax.axes.count(SHARED) > 2 and not self.is_grouped:
             raise UnreadableError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
-                "cannot be told"
+                f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
             )
         if softmax.version != written_to(softmax.logits):
-            raise UnreadableError("its logits are overwritten before its weights multiply the values")
+            raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {WAY_OUT}")
 
         def arrange(tensor: Tensor) -> Tensor:
             return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
@@ -125,5 +131,8 @@ class WrittenAttention:
         sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
         sink_H = sink_BHN[0, :, 0]
         if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise UnreadableError("its softmax has columns without a value whose logits differ from row to row")
+            raise UnreadableError(
+                "its softmax has columns without a value whose logits differ from row to row. With keys of their own "
+                f"for these, and values of zero, {WAY_OUT}"
+            )
         return sink_H
