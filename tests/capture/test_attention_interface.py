@@ -195,8 +195,9 @@ def test_packed_sequences_with_keys_from_before() -> None:
     assert torch.equal(call.logits()[1], torch.tensor(expected).bool().expand(1, 4, 5, 6))
 
 
-def test_no_statistic_of_packed_sequences_needs_a_mask_of_all_pairs() -> None:
-    call, *_ = call_of(None, queries=6, keys=6, sequences=1, **PACKED["positions"])
+@pytest.mark.parametrize("arguments", [PACKED["positions"], PACKED["lengths"], {"sliding_window": 2}])
+def test_no_mask_of_all_pairs_is_written_down(arguments: dict[str, Any]) -> None:
+    call, *_ = call_of(None, queries=6, keys=6, sequences=1, **arguments)
     assert call.visibility.mask is None and call.visibility.bias is None
 
 

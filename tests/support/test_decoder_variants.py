@@ -70,19 +70,6 @@ def interleaved_and_normalised(tape: Tape, site: str, positions_BT: Tensor) -> t
     return rotated(query_BHTD, positions_BT, 1e4, True), rotated(key_BKTD, positions_BT, 1e4, True)
 
 
-def latent(tape: Tape, site: str, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of two parts: one from a latent vector of each token, and one that is rotated and shared by all heads."""
-    query_BHTD = split_heads(tape.gave(f"{site}.q_b_proj"), HEADS)
-    tokens = query_BHTD.shape[2]
-    key_BHTD = split_heads(tape.gave_at(f"{site}.kv_b_proj", -1)[:, 0, :tokens], HEADS)[..., :4]
-    shared_B1TD = split_heads(tape.gave(f"{site}.kv_a_proj_with_mqa")[..., 16:], 1)
-    shared_B1TD = rotated(shared_B1TD, positions_BT, 1e4, True)
-    return (
-        torch.cat([query_BHTD[..., :4], rotated(query_BHTD[..., 4:], positions_BT, 1e4, True)], dim=-1),
-        torch.cat([key_BHTD, shared_B1TD.expand(-1, HEADS, -1, -1)], dim=-1),
-    )
-
-
 def with_a_temperature(tape: Tape, site: str, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
     """The first layer rotates, then normalises; the second has no positions but a temperature that grows (Llama 4)."""
     query_BHTD = split_heads(tape.gave(f"{site}.q_proj"), HEADS)
@@ -175,16 +162,6 @@ DECODERS = (
         "Cohere",
         interleaved_and_normalised,
         options={"use_qk_norm": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    ),
-    Decoder(
-        "DeepSeek V3 (latent attention)",
-        "DeepseekV3",
-        latent,
-        options={
-            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6},
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": HEADS, "head_dim": None},
-        },
     ),
     Decoder(
         "Llama 4",
