@@ -51,7 +51,7 @@ def canonical_names(model: nn.Module) -> dict[nn.Module, str]:
 
     It is the name that `named_modules` of the bare model gives it. A wrapper and what it wraps share one name. No other
     two modules do: where what a wrapper holds beside the wrapped module has the name of a module in that, it gets its
-    name in `named_modules` of the model as it is.
+    name in `named_modules` of the model as it is, with its class where that name is taken as well.
 
     Example:
         >>> from torch.optim.swa_utils import AveragedModel
