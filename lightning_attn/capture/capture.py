@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.isolation import (
     after_every_module,
     compiling_nothing,
@@ -86,7 +87,8 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
-        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
+        self._channels = ChannelTrail()
+        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found, self._channels)
         self._attended: dict[nn.Module, Attended] = {}
         self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
@@ -103,7 +105,7 @@ class Capture:
         self._is_running = False
         self._attended = {}
         self._running.close()
-        self._follower = None
+        self._follower, self._channels = None, ChannelTrail()
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
@@ -177,6 +179,7 @@ class Capture:
             max_sequences=self._max_sequences,
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
+            channels=self._channels,
         )
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.

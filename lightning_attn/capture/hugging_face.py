@@ -76,6 +76,7 @@ def _read(
         raise UnreadableError(
             "its sequences are packed into one (`cu_seq_lens_q`); use padded batches on the steps to be watched"
         )
+    sampling.check_tokens(query, key)
     query_BHND, key_BKMD, value_BKME = (tensor[: sampling.max_sequences] for tensor in (query, key, value))
     queries, keys = query.shape[2], key.shape[2]
     if is_causal is None:

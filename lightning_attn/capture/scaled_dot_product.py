@@ -45,6 +45,7 @@ def _read(
         raise UnreadableError(
             "nested tensors are not read yet; use padded tensors with a mask on the steps to be watched"
         )
+    sampling.check_tokens(query, key)
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])

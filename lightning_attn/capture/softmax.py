@@ -33,6 +33,8 @@ from lightning_attn.capture.axes import (
     is_view,
 )
 from lightning_attn.capture.call import HIDING_PENALTY
+from lightning_attn.capture.channels import REFUSAL as OVER_CHANNELS
+from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
 from lightning_attn.capture.operation import Operation, name_of, tensors_among
 from lightning_attn.capture.trail import (
@@ -115,6 +117,7 @@ class SoftmaxFollower:
         model: the model; its weights and buffers are no activations.
         modules: gives the modules that are computing, from the innermost outwards.
         found: called with each attention, when its weights have multiplied its values.
+        channels: follows the channels of tensors, from the layers that made them.
     """
 
     def __init__(
@@ -122,9 +125,11 @@ class SoftmaxFollower:
         model: nn.Module,
         modules: Callable[[], tuple[nn.Module, ...]],
         found: Callable[[WrittenAttention], None],
+        channels: ChannelTrail,
     ) -> None:
         self._modules = modules
         self._found = found
+        self._channels = channels
         self._trail = Trail(constants=(*model.parameters(), *model.buffers()))
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
@@ -132,10 +137,15 @@ class SoftmaxFollower:
         # Most calls have nothing to do with attention: these first lines decide what watching costs.
         operands = tensors_among(args, kwargs)
         known = [self._trail.get(operand) for operand in operands]
+        self._channels.follow(function, operands, result)
         if known.count(None) + known.count(CONSTANT) == len(known):
             if is_contraction(function):
                 factors = known[:2] if function is functional.linear else known[-2:]
                 if CONSTANT in factors and None in factors:
+                    if function is not functional.linear:
+                        self._follow_layer(
+                            Operation(name_of(function), function, args, kwargs, operands, known, result)
+                        )
                     return
             elif None in known:
                 written = result is operands[0] or function is Tensor.__setitem__
@@ -154,8 +164,11 @@ class SoftmaxFollower:
         if any(operand.is_nested for operand in call.operands):
             return
         product = contraction(call.function, call.args, call.kwargs)
-        if product is not None and self._see_product(product, call):
-            return
+        if product is not None:
+            if call.function is not functional.linear:
+                self._channels.follow_product(product, call.results[0], self._constant_of(product))
+            if self._see_product(product, call):
+                return
         for tensor in call.results:
             self._trail.set(tensor, None)  # what was computed in place is something else now
         if call.function in _TAKE_THE_SHAPE:
@@ -172,6 +185,17 @@ class SoftmaxFollower:
                 self._trail.set(tensor, COMPUTED_CONSTANT if is_computed else CONSTANT)
         elif call.results:
             getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
+
+    def _follow_layer(self, call: Operation) -> None:
+        """Follow the channels of a layer that is written out as a product with a weight."""
+        product = contraction(call.function, call.args, call.kwargs)
+        if product is not None and call.results:
+            self._channels.follow_product(product, call.results[0], self._constant_of(product))
+
+    def _constant_of(self, product: Contraction) -> Tensor | None:
+        """The operand of a product that no data went into."""
+        operands = (product.left, product.right)
+        return next((operand for operand in operands if isinstance(self._trail.get(operand), Constant)), None)
 
     # Products: of queries and keys, and of weights and values.
 
@@ -200,7 +224,8 @@ class SoftmaxFollower:
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
             )
-            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data))
+            refusal = OVER_CHANNELS if self._channels.sums_over_tokens(product) else None
+            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, refusal=refusal))
         return True
 
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
@@ -460,6 +485,7 @@ class SoftmaxFollower:
             refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
         if history.shift is not None and history.shift.shape[axis] != 1:
             refusal = "what was subtracted from its logits is not one number for each row"
+        refusal = OVER_CHANNELS if history.refusal == OVER_CHANNELS else refusal
         return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)
 
     def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
