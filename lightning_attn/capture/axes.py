@@ -7,7 +7,7 @@ known once the softmax has been taken over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -240,22 +240,24 @@ def _trailing(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
     return None
 
 
-def arranged(tensor: Tensor, axes: Axes, head_axes: int, max_sequences: int | None) -> Tensor:
+def arranged(tensor: Tensor, axes: Axes, heads: Collection[int], max_sequences: int | None) -> Tensor:
     """A tensor that is laid out like some logits, as (B, H, N, M or 1); a view where that is possible.
 
     Args:
         tensor: the tensor.
         axes: what its axes mean; one of them is `KEY`.
-        head_axes: how many of the shared axes, from the last, are heads; the others are sequences.
+        heads: which of the shared axes are heads; the others are sequences.
         max_sequences: the first so many sequences; ``None`` for all.
     """
-    shared = [i for i, axis in enumerate(axes) if axis == SHARED]
+    in_order = [i for i, axis in enumerate(axes) if axis == SHARED]
+    shared = [axis for place, axis in enumerate(in_order) if place not in heads]
+    sequence_axes = len(shared)
+    shared += [axis for place, axis in enumerate(in_order) if place in heads]
     queries = [i for i, axis in enumerate(axes) if axis == QUERY]
     tensor = tensor.permute(*shared, *queries, axes.index(KEY))
-    if len(shared) > head_axes:
+    if sequence_axes:
         tensor = tensor[:max_sequences]  # before anything is copied
     shape = tensor.shape
-    sequence_axes = len(shared) - head_axes
     tensor = tensor.reshape(
         prod(shape[:sequence_axes]),
         prod(shape[sequence_axes : len(shared)]),

@@ -4,7 +4,7 @@ Attention over tokens multiplies queries and keys along their channels. Some mod
 (cross-covariance attention, transposed attention): they multiply along the tokens, and what is compared are channels.
 Sizes do not tell the two apart where there are as many tokens as channels in a head, but layers do: a linear layer
 writes channels last, a convolution ahead of the places. From there channels are followed through whatever comes before
-the product.
+the product. Heads are parts of the channels too, which tells them from windows and chunks.
 
 Most operations of a model lie between some layer and no product at all. So what is noted of each is only its shape and
 layout in memory, and what follows from them is worked out at a product.
@@ -25,7 +25,7 @@ from lightning_attn.capture.axes import MIXED, Axes, Contraction, meaning_of_str
 from lightning_attn.capture.isolation import without_function_modes
 
 CHANNEL = "channel"
-#: What is no channel: tokens, places in an image, sequences.
+#: What is not known to be channels: tokens, places in an image, sequences.
 PLACE = "place"
 
 #: Why attention over channels is not read.
@@ -107,6 +107,38 @@ class ChannelTrail:
         """Whether queries and keys (…, N, D) of a fused kernel are known to be channels, and not tokens."""
         return all(self._compares_channels(operand, [-1], [-2]) for operand in (query, key))
 
+    def heads_among(self, tensors: Sequence[Tensor], axes: Sequence[int]) -> tuple[int, ...] | None:
+        """Which of some axes are heads.
+
+        Args:
+            tensors: queries and keys, or their product; they share the axes.
+            axes: the axes that may be sequences or heads, counted from the last, in their order.
+
+        Returns:
+            The heads among the axes; ``None`` where that is not known, so that the last is as good a guess as any.
+        """
+        if len(axes) < 2:
+            return None
+        found: list[str] = []
+        for axis in axes:
+            meanings = {self._meaning(tensor, axis) for tensor in tensors}
+            found.append(CHANNEL if CHANNEL in meanings else MIXED if MIXED in meanings else PLACE)
+        if CHANNEL in found:
+            return tuple(axis for axis, meaning in zip(axes, found, strict=True) if meaning == CHANNEL)
+        # Heads may be in one axis with the sequences, so that what comes after it holds none; or there is a single one.
+        is_merged = found[-1] == PLACE and MIXED in found
+        is_single = len(axes) > 2 and any(self._is_single(tensor, axes[1:]) for tensor in tensors)
+        return () if is_merged or is_single else None
+
+    def _is_single(self, tensor: Tensor, axes: Sequence[int]) -> bool:
+        made = self._get(tensor)
+        return made is not None and made.settle() is not None and any(made.shape[axis] == 1 for axis in axes)
+
+    def _meaning(self, tensor: Tensor, axis: int) -> str:
+        made = self._get(tensor)
+        axes = None if made is None else made.settle()
+        return PLACE if axes is None or len(axes) < -axis else axes[axis]
+
     def _compares_channels(self, operand: Tensor, summed: Sequence[int], compared: Sequence[int]) -> bool:
         made = self._get(operand)
         axes = None if made is None else made.settle()
@@ -184,9 +216,9 @@ class _Made:
         added = len(self.shape) - len(axes)
         if added == 0:  # padded, pooled, put beside something
             return axes
-        is_trailing = added > 0 and all(
-            old in (1, new) for new, old in zip(self.shape[added:], source.shape, strict=True)
-        )
+        if added < 0 or self._function is torch.stack:
+            return None
+        is_trailing = all(old in (1, new) for new, old in zip(self.shape[added:], source.shape, strict=True))
         return (*(PLACE,) * added, *axes) if is_trailing else None
 
 
@@ -220,7 +252,7 @@ class _OfProduct(_Made):
         for labels, source in zip(of_operands, self._sources, strict=True):
             axes = None if source is None else source.settle()
             if axes is not None:
-                known = {**dict(zip(labels, axes, strict=True)), **known}
+                known |= {label: axis for label, axis in zip(labels, axes, strict=True) if known.get(label) != CHANNEL}
         if not any(self._are_constant):
             return tuple(known.get(label, PLACE) for label in of_result) if known else None
         # A weight makes channels, unless it sums over places, as pooling that is written out does.

@@ -26,6 +26,7 @@ from lightning_attn.capture.axes import (
     QUERY,
     RIGHT,
     SHARED,
+    Axes,
     Contraction,
     axes_after,
     contraction,
@@ -486,7 +487,21 @@ class SoftmaxFollower:
         if history.shift is not None and history.shift.shape[axis] != 1:
             refusal = "what was subtracted from its logits is not one number for each row"
         refusal = OVER_CHANNELS if history.refusal == OVER_CHANNELS else refusal
-        return Softmax(logits.detach(), axes, history, self._modules(), written_to(logits), refusal=refusal)
+        return Softmax(
+            logits.detach(),
+            axes,
+            history,
+            self._modules(),
+            written_to(logits),
+            heads=self._heads(logits, axes),
+            refusal=refusal,
+        )
+
+    def _heads(self, logits: Tensor, axes: Axes) -> tuple[int, ...] | None:
+        """Which of the shared axes of some logits are heads."""
+        shared = [i for i, axis in enumerate(axes) if axis == SHARED]
+        heads = self._channels.heads_among([logits], [i - logits.dim() for i in shared])
+        return None if heads is None else tuple(shared.index(axis + logits.dim()) for axis in heads)
 
     def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
         """Go on with weights that no softmax function computed, if they are the softmax that they should be."""

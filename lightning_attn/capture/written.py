@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +50,12 @@ class WrittenAttention:
         return self.softmax.logits.device
 
     @property
-    def _head_axes(self) -> int:
-        """How many of the shared axes are heads. A single one holds sequences, of one head each."""
-        return 2 if self.is_grouped else max(0, self.softmax.axes.count(SHARED) - 1)
+    def _heads(self) -> Collection[int]:
+        """Which of the shared axes are heads. A single one holds sequences, of one head each."""
+        if self.softmax.heads is not None:
+            return self.softmax.heads
+        shared = self.softmax.axes.count(SHARED)
+        return range(shared - 2 if self.is_grouped else 1, shared)
 
     def read(self, sampling: Sampling) -> AttentionCall:
         """The call, with its logits as they entered the softmax and the masks that were seen entering.
@@ -62,7 +66,7 @@ class WrittenAttention:
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
             raise UnreadableError(softmax.refusal)
-        if softmax.axes.count(SHARED) > 2 and not self.is_grouped:
+        if softmax.axes.count(SHARED) > 2 and not self.is_grouped and softmax.heads is None:
             raise UnreadableError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
                 "cannot be told"
@@ -71,7 +75,7 @@ class WrittenAttention:
             raise UnreadableError("its logits are overwritten before its weights multiply the values")
 
         def arrange(tensor: Tensor) -> Tensor:
-            return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
+            return arranged(tensor, softmax.axes, self._heads, sampling.max_sequences)
 
         all_columns_BHNM = arrange(softmax.logits)
         if history.shift is not None:
@@ -114,7 +118,7 @@ class WrittenAttention:
         if self.value is None or self.softmax.changed_by is not None:
             return None
         axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
-        return arranged(self.value, axes, self._head_axes, sampling.max_sequences)
+        return arranged(self.value, axes, self._heads, sampling.max_sequences)
 
     def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
         """What the columns without a value amount to, as one logit per head."""

@@ -343,6 +343,44 @@ def test_linear_attention_is_none_at_all() -> None:
     assert ["No attention was seen" in str(warning.message) for warning in said] == [True]
 
 
+# Heads are parts of channels, and windows are not.
+
+#: How queries (B, H, W, N, D) of heads and windows are laid out, and how their weights are then as (B W, H, N, M).
+ORDERS = {"heads first": (1, 0, 2, 3, 4), "in the middle": (0, 1, 2, 3, 4), "heads last": (0, 2, 1, 3, 4)}
+
+
+@pytest.mark.filterwarnings("error::lightning_attn.AttentionWarning")
+@pytest.mark.parametrize(
+    ("order", "heads"),
+    [(order, heads) for name, order in ORDERS.items() for heads in (HEADS, 1) if heads > 1 or name != "heads first"],
+)
+@pytest.mark.parametrize("way", ["written", "fused"])
+def test_windows_are_sequences_wherever_heads_are(order: tuple[int, ...], heads: int, way: str) -> None:
+    told: list[Tensor] = []
+
+    def attend(layers: Layers, image: Tensor) -> Tensor:
+        projected = layers.linear(tokens_of(image)).view(SEQUENCES, 3, 2, 3, heads, CHANNELS // heads)
+        query, key, value = (part.permute(0, 3, 1, 2, 4) for part in projected.unbind(3))
+        mask = torch.ones(SEQUENCES, 1, 3, 2, 2, dtype=torch.bool)
+        mask[:, :, 2, 0, 1] = False
+        with torch._C.DisableTorchFunction():
+            logits = torch.einsum("bhwnd,bhwmd->bhwnm", query, key).masked_fill(~mask, -torch.inf)
+            told.append(logits.softmax(-1).transpose(1, 2).flatten(0, 1).detach())
+        query, key, value, mask = (part.permute(order) for part in (query, key, value, mask))
+        if way == "fused":
+            return functional.scaled_dot_product_attention(query, key, value, mask, scale=1.0)
+        return (query @ key.mT).masked_fill(~mask, -1e9).softmax(-1) @ value
+
+    layers = Layers(attend)
+    with record(layers) as recording:
+        output = layers(torch.randn(SEQUENCES, CHANNELS, 2, 3))
+    (call,) = recording.calls
+    assert call.weights().shape == (SEQUENCES * 3, heads, 2, 2)
+    torch.testing.assert_close(call.weights(), told[0])
+    inverse = [order.index(axis) for axis in range(5)]
+    torch.testing.assert_close(call.output(), output.permute(inverse).transpose(1, 2).flatten(0, 1))
+
+
 # What is remembered.
 
 
