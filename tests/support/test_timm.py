@@ -151,6 +151,56 @@ def truth_of_class_attention(model: Any, tape: Tape, arguments: Arguments) -> li
     return found
 
 
+def truth_of_parallel_blocks(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
+    """One layer projects queries and keys, beside values and what enters the feed-forward part."""
+    found = []
+    for site, module in of_kind(model, "ParallelScalingBlock"):
+        _, query, key, _ = tape.gave(f"{site}.in_proj").split(module.in_split, dim=-1)
+        query, key = normalised(split_heads(query, 2), module.q_norm), normalised(split_heads(key, 2), module.k_norm)
+        found.append(seen(site, products(query, key), tape.given(f"{site}.attn_out_proj")))
+    return found
+
+
+def parallel(timm: Any) -> nn.Module:
+    model: nn.Module = vit(block_fn=timm.models.vision_transformer.ParallelScalingBlock, qk_norm=True)(timm)
+    return model
+
+
+def truth_of_differential(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
+    """Two softmaxes for each head. Fused, they are two calls, each with its values; else they are twice the heads."""
+    found = []
+    for site, module in of_kind(model, "DiffAttention"):
+        query, key, value = tape.gave(f"{site}.qkv").chunk(3, dim=-1)
+        logits = products(split_heads(query, 4), split_heads(key, 4))
+        if module.fused_attn:
+            for part in (logits[:, 0::2], logits[:, 1::2]):
+                output = torch.einsum("bhnm,bhmd->bnhd", part.softmax(-1), split_heads(value, 2))
+                found.append(seen(site, part, output))
+        else:
+            found.append(seen(site, logits, None))
+    return found
+
+
+class Convolutional(nn.Module):
+    """Attention of an image, whose queries and keys are made by convolutions; one key head for all."""
+
+    def __init__(self, timm: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(3, 16, 4, 4)
+        self.attention = timm.layers.MultiQueryAttention2d(16, num_heads=2, kv_stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(self.embedding(x))
+        return output
+
+
+def truth_of_convolutional(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
+    query = tape.gave("attention.query.proj").double().flatten(2).unflatten(1, (2, -1)).transpose(2, 3)
+    key = tape.gave("attention.key.proj").double().flatten(2).transpose(1, 2)[:, None]
+    output = tape.given("attention.output.proj").flatten(2).transpose(1, 2)
+    return [seen("attention", products(query, key), output)]
+
+
 # Windows.
 
 
@@ -207,6 +257,34 @@ def truth_of_windows_in_an_axis(model: Any, tape: Tape, arguments: Arguments) ->
 def nest(timm: Any) -> nn.Module:
     sizes = {"num_levels": 2, "embed_dims": (8, 16), "num_heads": (2, 2), "depths": (1, 1)}
     model: nn.Module = timm.models.nest.Nest(**{**IMAGE, **sizes, **DROPOUT, "patch_size": 2})
+    return model
+
+
+def truth_of_twins(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
+    """In turn within windows, and of all tokens with those of a convolution with strides."""
+    found = []
+    for site, module in model.named_modules():
+        if type(module).__name__ == "LocallyGroupedAttn":
+            query, key, _ = linear(tape.given(site), module.qkv).chunk(3, dim=-1)
+            output = tape.given(f"{site}.proj")
+            query, key, output = (as_windows(part, module.ws) for part in (query, key, output))
+            found.append(seen(site, products(split_heads(query, 2), split_heads(key, 2)), output))
+        elif type(module).__name__ == "GlobalSubSampleAttn":
+            query, key = tape.gave(f"{site}.q"), tape.gave(f"{site}.kv").chunk(2, dim=-1)[0]
+            found.append(seen(site, products(split_heads(query, 2), split_heads(key, 2)), tape.given(f"{site}.proj")))
+    return found
+
+
+def as_windows(image_BNL: Tensor, window: int) -> Tensor:
+    """The tokens of a square image as those of its windows, (B W, N, L)."""
+    side = math.isqrt(image_BNL.shape[1])
+    grid = image_BNL.unflatten(1, (side // window, window, side // window, window))
+    return grid.transpose(2, 3).flatten(3, 4).flatten(0, 2)
+
+
+def twins(timm: Any) -> nn.Module:
+    sizes = {"depths": (2, 2), "embed_dims": (8, 16), "num_heads": (2, 2), "sr_ratios": (4, 2), "wss": (4, 2)}
+    model: nn.Module = timm.models.Twins(**{**IMAGE, **DROPOUT, **sizes, "img_size": 32}, mlp_ratios=(2, 2))
     return model
 
 
@@ -347,6 +425,18 @@ CELLS = [
         *("ViT, SigLIP", vit(global_pool="map", class_token=False), truth_of_vit, BLOCKS, "attn_pool"),
         case="attention pooling",
     ),
+    *cells("ViT, parallel blocks", parallel, truth_of_parallel_blocks, "blocks.*", case="q and k norm"),
+    *cells(
+        *("ViT, differential", vit(attn_layer="diff"), truth_of_differential, BLOCKS),
+        outcome=Seen("each softmax", with_values=False, warning="changes its weights after the"),
+        fused=(False,),
+    ),
+    *cells(
+        *("ViT, differential", vit(attn_layer="diff"), truth_of_differential, BLOCKS),
+        outcome=Seen("each of the two softmaxes is a call"),
+        fused=(True,),
+    ),
+    *cells("MultiQueryAttention2d", Convolutional, truth_of_convolutional, "attention"),
     *cells("EVA", eva(), truth_of_eva, BLOCKS, case="rotary"),
     *cells("EVA", eva(qkv_fused=False, scale_attn_inner=True), truth_of_eva, BLOCKS, case="rotary, norm inside"),
     *cells("BEiT", beit(use_rel_pos_bias=True), truth_of_beit, BLOCKS, case="relative position bias"),
@@ -362,6 +452,7 @@ CELLS = [
         outcome=MIXED_HEADS,
     ),
     *cells("NesT", nest, truth_of_windows_in_an_axis, "levels.*.transformer_encoder.*.attn"),
+    *cells("Twins-SVT", twins, truth_of_twins, "blocks.*.*.attn", side=32),
     *cells("Hiera", hiera, truth_of_hiera, BLOCKS, side=32),
     *cells("PVT v2", pvt, truth_of_pvt, "stages.*.blocks.*.attn", side=32),
     *cells("XCiT", xcit, truth_of_class_attention, "cls_attn_blocks.*.attn", side=32, outcome=BESIDE_CHANNELS),
