@@ -1,13 +1,16 @@
-# The project's commands: `make help` lists them. Each makes .venv by itself when that is missing or out of date.
+# The project's commands: `make help` lists them. Each makes .venv by itself when that is missing or out of date, and
+# test-timm .venv-timm.
 # Another Python: make PYTHON=/path/to/python3.12 test
 
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+PYTHON     ?= python3
+VENV       := .venv
+BIN        := $(VENV)/bin
+READY      := $(VENV)/.ready
+TIMM_VENV  := .venv-timm
+TIMM_READY := $(TIMM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all check clean
+.PHONY: help demo test test-slow test-timm test-all check clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
@@ -25,7 +28,10 @@ test: $(READY) ## run the tests, all but the slow ones
 test-slow: $(READY) ## run the slow tests, if there are any (pytest exits with 5 when it finds none)
 	@if grep -rqw slow tests --include='*.py'; then $(BIN)/pytest -m slow || [ $$? -eq 5 ]; else echo "No slow tests."; fi
 
-test-all: test test-slow ## run all tests
+test-timm: $(TIMM_READY) ## run the tests of timm's models, in an environment of their own
+	$(TIMM_VENV)/bin/pytest tests/support/test_timm.py
+
+test-all: test test-slow test-timm ## run all tests
 
 check: $(READY) ## check format, lint, types and the examples in docstrings
 	$(BIN)/ruff format --check
@@ -33,16 +39,22 @@ check: $(READY) ## check format, lint, types and the examples in docstrings
 	$(BIN)/mypy --strict lightning_attn
 	$(BIN)/pytest --doctest-modules lightning_attn
 
-# Install it: the marker is written last, so an interrupted install is not taken for a finished one. Without the
-# marker .venv is made anew; with an old one (pyproject.toml or constraints.txt changed) it is brought up to date.
-# pip shows its progress at a terminal and keeps quiet in a log.
+# timm has an environment of its own: it needs torchvision, which cannot be imported where its build does not fit that
+# of torch, and transformers cannot be imported then either.
 
-$(READY): pyproject.toml constraints.txt
+$(READY): EXTRAS := dev,examples
+$(TIMM_READY): EXTRAS := dev,timm
+
+# Install it: the marker is written last, so an interrupted install is not taken for a finished one. Without the
+# marker an environment is made anew; with an old one (pyproject.toml or constraints.txt changed) it is brought up to
+# date. pip shows its progress at a terminal and keeps quiet in a log.
+
+$(READY) $(TIMM_READY): %/.ready: pyproject.toml constraints.txt
 	$(if $(PYTHON_PROBLEM),$(error $(PYTHON_PROBLEM)))
-	@echo "Installing into $(VENV): about two minutes, more where torch must be downloaded first ..."
-	@test -f $@ || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing into $*: about two minutes, more where torch must be downloaded first ..."
+	@test -f $@ || $(PYTHON) -m venv --clear $*
 	@rm -f $@
-	@$(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@$*/bin/python -m pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # What is wrong with $(PYTHON), in one line; empty when nothing is. $(error) above then stops make with that one line.
@@ -57,6 +69,6 @@ PYTHON_PROBLEM = $(shell \
 		echo "'$(PYTHON)' cannot make virtual environments: on Debian and Ubuntu run: apt install python$$version-venv"; \
 	fi)
 
-clean: ## remove .venv, caches and what runs have written
-	rm -rf $(VENV) build dist demo_output lightning_logs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove the environments, caches and what runs have written
+	rm -rf $(VENV) $(TIMM_VENV) build dist demo_output lightning_logs .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ known once the softmax has been taken over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -214,10 +214,10 @@ def _axes_of_view(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
     # An axis of one element has a stride that means nothing; such axes fill what is left, in order.
     known = [place for place in zip(tensor.stride(), tensor.shape, axes, strict=True) if place[1] > 1]
     meanings = [
-        _meaning_of_stride(stride, size, known) if size > 1 else ""
+        meaning_of_stride(stride, size, known) if size > 1 else ""
         for stride, size in zip(result.stride(), result.shape, strict=True)
     ]
-    if _MIXED in meanings:
+    if MIXED in meanings:
         return None
     single = [axis for axis, size in zip(axes, tensor.shape, strict=True) if size == 1 and axis != SHARED]
     missing = [axis for axis in axes if axis != SHARED and axis not in meanings and axis not in single]
@@ -232,17 +232,24 @@ def _axes_of_view(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
     return tuple(meanings)  # without what is left in `single`: the axis of an only query
 
 
-#: Queries and keys in one axis.
-_MIXED = "mixed"
+#: Queries and keys, or channels and what is none, in one axis.
+MIXED = "mixed"
 
 
-def _meaning_of_stride(stride: int, size: int, known: Sequence[tuple[int, int, str]]) -> str:
-    """What an axis of a view means: what the axis means that it is, or is a part of, or one that was merged into it."""
+def meaning_of_stride(stride: int, size: int, known: Sequence[tuple[int, int, str]], otherwise: str = SHARED) -> str:
+    """What an axis of a view means: what the axis means that it is, or is a part of, or one that was merged into it.
+
+    Args:
+        stride: how far apart the elements of the view's axis are.
+        size: how many there are.
+        known: stride, size and meaning of the axes of what it is a view of.
+        otherwise: what it means where none of these tells.
+    """
     exact = [axis for other, _, axis in known if other == stride]
     parts = [axis for other, length, axis in known if 0 < other <= stride < other * length]
     merged = [axis for other, _, axis in known if stride <= other < stride * size]
     told = {axis for axis in (*(exact or parts), *merged) if axis != SHARED}
-    return _MIXED if len(told) > 1 else told.pop() if told else SHARED
+    return MIXED if len(told) > 1 else told.pop() if told else otherwise
 
 
 def _trailing(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
@@ -252,22 +259,24 @@ def _trailing(result: Tensor, tensor: Tensor, axes: Axes) -> Axes | None:
     return None
 
 
-def arranged(tensor: Tensor, axes: Axes, head_axes: int, max_sequences: int | None) -> Tensor:
+def arranged(tensor: Tensor, axes: Axes, heads: Collection[int], max_sequences: int | None) -> Tensor:
     """A tensor that is laid out like some logits, as (B, H, N, M or 1); a view where that is possible.
 
     Args:
         tensor: the tensor.
         axes: what its axes mean; one of them is `KEY`.
-        head_axes: how many of the shared axes, from the last, are heads; the others are sequences.
+        heads: which of the shared axes are heads; the others are sequences.
         max_sequences: the first so many sequences; ``None`` for all.
     """
-    shared = [i for i, axis in enumerate(axes) if axis == SHARED]
+    in_order = [i for i, axis in enumerate(axes) if axis == SHARED]
+    shared = [axis for place, axis in enumerate(in_order) if place not in heads]
+    sequence_axes = len(shared)
+    shared += [axis for place, axis in enumerate(in_order) if place in heads]
     queries = [i for i, axis in enumerate(axes) if axis == QUERY]
     tensor = tensor.permute(*shared, *queries, axes.index(KEY))
-    if len(shared) > head_axes:
+    if sequence_axes:
         tensor = tensor[:max_sequences]  # before anything is copied
     shape = tensor.shape
-    sequence_axes = len(shared) - head_axes
     tensor = tensor.reshape(
         prod(shape[:sequence_axes]),
         prod(shape[sequence_axes : len(shared)]),

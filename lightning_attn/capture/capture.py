@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
 from lightning_attn.capture.isolation import (
     after_every_module,
@@ -91,7 +92,8 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
-        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
+        self._channels = ChannelTrail()
+        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found, self._channels)
         self._attended: dict[nn.Module, Attended] = {}
         self._told = ToldAttention()
         self._scripts = Scripts()
@@ -111,7 +113,7 @@ class Capture:
         self._is_running = False
         self._attended = {}
         self._running.close()
-        self._follower = None
+        self._follower, self._channels = None, ChannelTrail()
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
@@ -239,6 +241,7 @@ class Capture:
             max_sequences=self._max_sequences,
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
+            channels=self._channels,
         )
         with isolated(device):
             call = read(sampling)

@@ -81,6 +81,7 @@ def _read(
     scale: float,
     *_: Any,
 ) -> AttentionCall:
+    sampling.check_tokens(query, key)
     query_BHND = query[: sampling.max_sequences]
     sequences, heads = query_BHND.shape[:2]
     key_BKMD, value_BKME = (tensor[: sampling.max_sequences].expand(sequences, -1, -1, -1) for tensor in (key, value))

@@ -107,6 +107,7 @@ def _read(
             "its keys are in a paged cache (`block_table`); watch forward passes or `generate` without continuous "
             "batching"
         )
+    sampling.check_tokens(query, key)
     query_BHND, key_BKMD, value_BKME = (tensor[: sampling.max_sequences] for tensor in (query, key, value))
     queries, keys = query.shape[2], key.shape[2]
     if is_causal is None:

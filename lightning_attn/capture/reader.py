@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.channels import REFUSAL, ChannelTrail
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,23 @@ class Sampling:
         max_sequences: the first so many sequences; ``None`` for all.
         with_values: whether the values are wanted too.
         autocast_dtype: what the model computes products in at this point, ``None`` outside of autocast.
+        channels: what is known of the channels of the call's tensors.
     """
 
     site: str
     max_sequences: int | None = None
     with_values: bool = False
     autocast_dtype: torch.dtype | None = None
+    channels: ChannelTrail = field(default_factory=ChannelTrail, repr=False)
+
+    def check_tokens(self, query: Tensor, key: Tensor) -> None:
+        """Refuse queries and keys (…, N, D), as a kernel was given them, that are not tokens.
+
+        Raises:
+            UnreadableError: if they are known to be channels.
+        """
+        if self.channels.are_compared(query, key):
+            raise UnreadableError(REFUSAL)
 
 
 def check_sequences(**numbers: int | None) -> None:

@@ -23,7 +23,8 @@ from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
     """Read one call: all masks, grouped heads, and inputs of any number of leading dimensions.
 
-    Three dimensions are sequences of one head each. More than four are flattened into sequences.
+    Three dimensions are sequences of one head each. Of more than four, those that are known to be channels are heads,
+    or else the last; the others are flattened into sequences.
 
     Raises:
         UnreadableError: for nested tensors, whose sequences have no common shape.
@@ -47,8 +48,10 @@ def _read(
         raise UnreadableError(
             "nested tensors are not read yet; use padded tensors with a mask on the steps to be watched"
         )
+    sampling.check_tokens(query, key)
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
+    query, key, value, attn_mask = _with_heads_third(sampling, query, key, value, attn_mask)
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     dimensions = max(query.dim(), key.dim(), value.dim())
 
@@ -94,7 +97,7 @@ def _broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
 
 def _in_four_dimensions(tensor: Tensor, dimensions: int, leading: torch.Size) -> Tensor:
     """A tensor of (up to) ``dimensions`` dimensions as (B or 1, heads or 1, rows, columns)."""
-    tensor = tensor[(None,) * (dimensions - tensor.dim())]
+    tensor = _filled(tensor, dimensions)
     if dimensions == 2:
         return tensor[None, None]
     if dimensions == 3:
@@ -104,6 +107,36 @@ def _in_four_dimensions(tensor: Tensor, dimensions: int, leading: torch.Size) ->
     if any(size != 1 for size in tensor.shape[:-3]):
         tensor = tensor.expand(*leading, -1, -1, -1)
     return tensor.flatten(0, -4)
+
+
+def _filled(tensor: Tensor, dimensions: int) -> Tensor:
+    """A tensor with axes of one element in front, so that it has as many as the others."""
+    return tensor[(None,) * (dimensions - tensor.dim())]
+
+
+def _with_heads_third(
+    sampling: Sampling, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors of a call with all heads in the third axis from the last, where they are known to be elsewhere."""
+    dimensions = max(query.dim(), key.dim(), value.dim())
+    known = sampling.channels.heads_among((query, key), range(-dimensions, -2))
+    if known is None or known == (-3,):
+        return query, key, value, mask
+    heads: tuple[int, ...] = known
+    leading = _broadcast(*(_filled(tensor, dimensions).shape[:-2] for tensor in (query, key, value)))
+
+    def moved(tensor: Tensor) -> Tensor:
+        tensor = _filled(tensor, dimensions)
+        if not heads:
+            return tensor.unsqueeze(-3)
+        if len(heads) > 1:
+            tensor = tensor.expand([leading[axis + 2] if axis in heads else -1 for axis in range(-dimensions, 0)])
+        tensor = tensor.movedim(heads, tuple(range(-2 - len(heads), -2))).flatten(-2 - len(heads), -3)
+        return tensor[None] if tensor.dim() == 3 else tensor
+
+    if mask is not None and not isinstance(mask, CausalBias):
+        mask = moved(mask)
+    return moved(query), moved(key), moved(value), mask
 
 
 def _first_sequences(tensor: Tensor, max_sequences: int | None) -> Tensor:

@@ -34,6 +34,8 @@ from lightning_attn.capture.axes import (
     is_view,
 )
 from lightning_attn.capture.call import HIDING_PENALTY
+from lightning_attn.capture.channels import REFUSAL as OVER_CHANNELS
+from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
 from lightning_attn.capture.module_tree import buffers_of, parameters_of
 from lightning_attn.capture.open_trails import OpenTrails, place_of
@@ -120,6 +122,7 @@ class SoftmaxFollower:
         model: the model; its weights and buffers are no activations.
         modules: gives the modules that are computing, from the innermost outwards.
         found: called with each attention, when its weights have multiplied its values.
+        channels: follows the channels of tensors, from the layers that made them.
     """
 
     def __init__(
@@ -127,22 +130,29 @@ class SoftmaxFollower:
         model: nn.Module,
         modules: Callable[[], tuple[nn.Module, ...]],
         found: Callable[[WrittenAttention], None],
+        channels: ChannelTrail,
     ) -> None:
         self._model = model
         self._modules = modules
         self._found = found
         self._trail = Trail(constants=(*parameters_of(model), *buffers_of(model)))
         self._open = OpenTrails()
+        self._channels = channels
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""
         # Most calls have nothing to do with attention: these first lines decide what watching costs.
         operands = tensors_among(args, kwargs)
         known = [self._trail.get(operand) for operand in operands]
+        self._channels.follow(function, operands, result)
         if known.count(None) + known.count(CONSTANT) == len(known):
             if is_contraction(function):
                 factors = known[:2] if function is functional.linear else known[-2:]
                 if CONSTANT in factors and None in factors:
+                    if function is not functional.linear:
+                        self._follow_layer(
+                            Operation(name_of(function), function, args, kwargs, operands, known, result)
+                        )
                     return
             elif None in known:
                 written = result is operands[0] or function is Tensor.__setitem__
@@ -180,6 +190,8 @@ class SoftmaxFollower:
         if product is not None:
             if self._meet_replaced_parameters(call):
                 call = replace(call, known=[self._trail.get(operand) for operand in call.operands])
+            if call.function is not functional.linear:
+                self._channels.follow_product(product, call.results[0], self._constant_of(product))
             if self._see_product(product, call):
                 return
         for tensor in call.results:
@@ -273,6 +285,17 @@ class SoftmaxFollower:
             softmax.refusal = refusal
             self._find(Weights((softmax,), softmax.axes), logits, None)
 
+    def _follow_layer(self, call: Operation) -> None:
+        """Follow the channels of a layer that is written out as a product with a weight."""
+        product = contraction(call.function, call.args, call.kwargs)
+        if product is not None and call.results:
+            self._channels.follow_product(product, call.results[0], self._constant_of(product))
+
+    def _constant_of(self, product: Contraction) -> Tensor | None:
+        """The operand of a product that no data went into."""
+        operands = (product.left, product.right)
+        return next((operand for operand in operands if isinstance(self._trail.get(operand), Constant)), None)
+
     # Products: of queries and keys, and of weights and values.
 
     def _see_product(self, product: Contraction, call: Operation) -> bool:
@@ -306,7 +329,8 @@ class SoftmaxFollower:
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
             )
-            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, place=place))
+            refusal = OVER_CHANNELS if self._channels.sums_over_tokens(product) else None
+            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, refusal=refusal, place=place))
         return True
 
     def _refuse_what_multiplies_values(
@@ -617,7 +641,22 @@ class SoftmaxFollower:
             refusal = "what was subtracted from its logits is not one number for each row"
         modules = self._modules()
         self._open.begin_weights(place_of(modules, logits.shape), axes)
-        return Softmax(logits.detach(), axes, history, modules, written_to(logits), refusal=refusal)
+        refusal = OVER_CHANNELS if history.refusal == OVER_CHANNELS else refusal
+        return Softmax(
+            logits.detach(),
+            axes,
+            history,
+            modules,
+            written_to(logits),
+            heads=self._heads(logits, axes),
+            refusal=refusal,
+        )
+
+    def _heads(self, logits: Tensor, axes: Axes) -> tuple[int, ...] | None:
+        """Which of the shared axes of some logits are heads."""
+        shared = [i for i, axis in enumerate(axes) if axis == SHARED]
+        heads = self._channels.heads_among([logits], [i - logits.dim() for i in shared])
+        return None if heads is None else tuple(shared.index(axis + logits.dim()) for axis in heads)
 
     def _begin_weights(self, softmax: Softmax | None, weights: Tensor) -> None:
         """Go on with weights that no softmax function computed, if they are the softmax that they should be."""

@@ -66,6 +66,7 @@ class Softmax:
         history: how they were made.
         modules: the modules that were computing, from the innermost outwards.
         version: how often the logits had been written to.
+        heads: which of the shared axes are heads; ``None`` where that is not known.
         changed_by: the operation that made something else of its result.
         is_done: whether its result has multiplied values.
     """
@@ -75,6 +76,7 @@ class Softmax:
     history: Logits
     modules: tuple[nn.Module, ...]
     version: int
+    heads: tuple[int, ...] | None = None
     changed_by: str | None = None
     refusal: str | None = None
     is_done: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
+from lightning_attn.capture.channels import REFUSAL as OVER_CHANNELS
 from lightning_attn.capture.isolation import written_to
 from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError
 from lightning_attn.capture.trail import Softmax
@@ -55,9 +57,12 @@ class WrittenAttention:
         return logits.numel() // max(1, logits.shape[self.softmax.axes.index(KEY)])
 
     @property
-    def _head_axes(self) -> int:
-        """How many of the shared axes are heads. A single one holds sequences, of one head each."""
-        return 2 if self.is_grouped else max(0, self.softmax.axes.count(SHARED) - 1)
+    def _heads(self) -> Collection[int]:
+        """Which of the shared axes are heads. A single one holds sequences, of one head each."""
+        if self.softmax.heads is not None:
+            return self.softmax.heads
+        shared = self.softmax.axes.count(SHARED)
+        return range(shared - 2 if self.is_grouped else 1, shared)
 
     def read(self, sampling: Sampling) -> AttentionCall:
         """The call, with its logits as they entered the softmax and the masks that were seen entering.
@@ -67,8 +72,9 @@ class WrittenAttention:
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
-            raise UnreadableError(f"{softmax.refusal}. {WAY_OUT}")
-        if softmax.axes.count(SHARED) > 2 and not self.is_grouped:
+            names_a_way_out = softmax.refusal == OVER_CHANNELS
+            raise UnreadableError(softmax.refusal if names_a_way_out else f"{softmax.refusal}. {WAY_OUT}")
+        if softmax.axes.count(SHARED) > 2 and not self.is_grouped and softmax.heads is None:
             raise UnreadableError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
                 f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
@@ -77,7 +83,7 @@ class WrittenAttention:
             raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {WAY_OUT}")
 
         def arrange(tensor: Tensor) -> Tensor:
-            return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
+            return arranged(tensor, softmax.axes, self._heads, sampling.max_sequences)
 
         all_columns_BHNM = arrange(softmax.logits)
         if history.shift is not None:
@@ -120,7 +126,7 @@ class WrittenAttention:
         if self.value is None or self.softmax.changed_by is not None:
             return None
         axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
-        return arranged(self.value, axes, self._head_axes, sampling.max_sequences)
+        return arranged(self.value, axes, self._heads, sampling.max_sequences)
 
     def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
         """What the columns without a value amount to, as one logit per head."""

@@ -270,6 +270,70 @@ def keys_in_a_buffer(model: Model, source: Tensor) -> Tensor:
         return told(model, scores_of(query, model.cache[:, :, :TOKENS]), value)
 
 
+def chunks_of_heads(model: Model, source: Tensor) -> Tensor:
+    """Heads are parts of what a layer made, which chunks are not: these are sequences of their own."""
+    query, key, value = (part.unflatten(2, (-1, 2)) for part in model.heads(source[:, :6]))
+    weights = scores_of(query, key).softmax(-1)
+    output = weights @ value
+    model.tell(*(part.transpose(1, 2).flatten(0, 1) for part in (weights, output)))
+    return output
+
+
+def heads_of_chunks(model: Model, source: Tensor) -> Tensor:
+    query, key, value = (part.unflatten(2, (-1, 2)).transpose(1, 2) for part in model.heads(source[:, :6]))
+    hidden = torch.zeros(3, 1, 2, 2)
+    hidden[2, :, 0, 1] = -1e9  # in the last chunk alone
+    weights = (scores_of(query, key) + torch.randn(HEADS, 2, 2) + hidden).softmax(-1)
+    output = weights @ value
+    model.tell(weights.flatten(0, 1), output.flatten(0, 1))
+    return output
+
+
+def heads_first(model: Model, source: Tensor) -> Tensor:
+    query, key, value = (part.transpose(0, 1) for part in model.heads(source))
+    weights = scores_of(query, key).softmax(-1)
+    output = weights @ value
+    model.tell(weights.transpose(0, 1), output.transpose(0, 1))
+    return output
+
+
+def blocks_after_folded_heads(model: Model, source: Tensor) -> Tensor:
+    """As HaloNet does: sequences and heads are one axis, blocks another, which holds no heads."""
+    query, key, value = (part.flatten(0, 1).unflatten(1, (-1, 2)) for part in model.heads(source[:, :6]))
+    weights = scores_of(query, key).softmax(-1)
+    output = weights @ value
+    model.tell(*(part.flatten(0, 1)[:, None] for part in (weights, output)))
+    return output
+
+
+def chunks_of_one_head(model: Model, source: Tensor) -> Tensor:
+    layers = (model.query, model.key, model.value)
+    query, key, value = (layer(source[:, :6]).view(SEQUENCES, 1, 3, 2, MODEL_WIDTH) for layer in layers)
+    weights = scores_of(query, key).softmax(-1)
+    output = weights @ value
+    model.tell(*(part.flatten(0, 2)[:, None] for part in (weights, output)))
+    return output
+
+
+def a_layer_for_each_head(model: Model, source: Tensor) -> Tensor:
+    """One layer projects every head on its own, so that it does not tell them from sequences."""
+    own = model.query.weight[:WIDTH, :WIDTH]
+    query, key, value = (
+        functional.linear(part, own) for part in source.view(SEQUENCES, 1, 7, HEADS, WIDTH).unbind(1) * 3
+    )
+    scores = torch.einsum("nqhd,nkhd->nhqk", query, key)
+    weights = scores.softmax(dim=3)
+    output = torch.einsum("nhql,nlhd->nqhd", weights, value)
+    model.tell(weights, output.transpose(1, 2))
+    return output
+
+
+def layers_of_heads_stacked(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    query, key, value = (torch.stack(list(part.unbind(1)), dim=1) for part in (query, key, value))
+    return told(model, scores_of(query, key), value)
+
+
 def not_contiguous(model: Model, source: Tensor) -> Tensor:
     query, key, value = model.heads(source.permute(2, 1, 0).contiguous().permute(2, 1, 0))
     return told(model, (key @ query.mT).mT / math.sqrt(WIDTH), value)
@@ -408,6 +472,13 @@ SEEN: list[Attend] = [
     one_query_by_einsum,
     one_query_and_a_sum,
     keys_in_a_buffer,
+    chunks_of_heads,
+    heads_of_chunks,
+    heads_first,
+    blocks_after_folded_heads,
+    chunks_of_one_head,
+    a_layer_for_each_head,
+    layers_of_heads_stacked,
     not_contiguous,
     random_tokens,
     one_token,
@@ -485,8 +556,8 @@ def single_query(model: Model, source: Tensor) -> Tensor:
 
 
 def chunks(model: Model, source: Tensor) -> Tensor:
-    """Whether heads or chunks come first cannot be told."""
-    query, key, value = (part.unflatten(2, (-1, 2)) for part in model.heads(source[:, : source.shape[1] // 2 * 2]))
+    """Whether heads or chunks come first cannot be told: no layer made them."""
+    query, key, value = torch.randn(3, SEQUENCES, HEADS, 4, 2, WIDTH)
     return (query @ key.mT / 2).softmax(-1) @ value
 
 
