@@ -28,6 +28,8 @@ class Head:
     sink_logit: float | None
     #: (keys, width), if known.
     values: np.ndarray | None = None
+    #: (queries,), true where a query is no token, if that is known beside what is visible.
+    padding: np.ndarray | None = None
 
     @cached_property
     def seen_keys(self) -> np.ndarray:
@@ -37,6 +39,8 @@ class Head:
     def tokens(self) -> list[int]:
         """The rows that are no padding. In self-attention a token that nobody may see as a key is padding."""
         rows = range(len(self.logits))
+        if self.padding is not None:
+            return [i for i in rows if not self.padding[i]]
         return [i for i in rows if not self.self_attention or i in self.seen_keys]
 
     @cached_property
@@ -333,6 +337,7 @@ def heads(call: AttentionCall) -> list[list[Head]]:
                 call.self_attention,
                 sinks[h],
                 None if of_head is None else of_head[b, h],
+                None if call.padding is None else call.padding[b].numpy(),
             )
             for b in range(sequences)
         ]

@@ -138,6 +138,8 @@ class AttentionCall:
             are in it. Queries and keys then have width 0, for what they were is not known.
         score_rule: a function that changes logits after the scale (flex_attention).
         forward: a number that calls of one head share if one forward pass of the site made them: a loop over heads.
+        padding: (B, N), true where a query is no token, where that is known of each; ``None`` where it is told from
+            visibility: in self-attention, a token that nobody may see as a key.
     """
 
     site: str
@@ -152,6 +154,7 @@ class AttentionCall:
     logit_matrix: Tensor | None = None
     score_rule: Rule | None = None
     forward: int | None = None
+    padding: Tensor | None = None
 
     def __repr__(self) -> str:
         source = f"width {self.query.shape[-1]}" if self.logit_matrix is None else "written out"
@@ -237,6 +240,7 @@ class AttentionCall:
             sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
             logit_matrix=None if self.logit_matrix is None else self.logit_matrix[sequences, heads],
             score_rule=None if self.score_rule is None else self.score_rule.select(sequences, heads),
+            padding=None if self.padding is None else self.padding[sequences],
         )
 
     def _value_heads(self, value: Tensor, heads: slice) -> Tensor:
@@ -261,6 +265,7 @@ class AttentionCall:
             visibility=replace(self.visibility, mask=mapped(self.visibility.mask), bias=mapped(self.visibility.bias)),
             sink_logits=mapped(self.sink_logits),
             logit_matrix=mapped(self.logit_matrix),
+            padding=mapped(self.padding),
         )
 
     def logits(self) -> tuple[Tensor, Tensor]:

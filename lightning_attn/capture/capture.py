@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from lightning_attn.capture.isolation import (
     in_backward,
     in_function_transform,
     isolated,
+    unnoticed_by_fast_paths,
 )
 from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
@@ -93,6 +95,7 @@ class Capture:
             self._running.enter_context(intercept(self))
         if self._receive_states is not None:
             self._running.enter_context(after_every_module(self._see_states))
+        self._running.enter_context(unnoticed_by_fast_paths(_SeeingMode))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -107,15 +110,15 @@ class Capture:
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
-        reader = self._readers.get(function)
-        if reader is None:
+        declared = self._readers.get(function)
+        if declared is None:
             self._follow(function, args, kwargs, result)
             return
-
-        def read(sampling: Sampling) -> AttentionCall:
-            return reader(args, kwargs, sampling)
-
-        self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
+        read, read_states, modules = declared.read, declared.states, self._names.computing()
+        if declared.weight is not None:
+            modules = (*self._names.owner_of(args[declared.weight]), *modules)
+        states = None if read_states is None else partial(read_states, args, kwargs)
+        self._take(modules, partial(read, args, kwargs), partial(device_of, (*args, *kwargs.values())), states)
 
     def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
         """Take a call that no torch function showed.
@@ -151,6 +154,7 @@ class Capture:
         modules: tuple[nn.Module, ...],
         read: Callable[[Sampling], AttentionCall],
         device: Callable[[], torch.device],
+        states: Callable[[Sampling], HiddenStates] | None = None,
     ) -> None:
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
             return
@@ -162,9 +166,15 @@ class Capture:
         if site in self._faults.quiet or not self._sites.match(site):
             return
         with self._reporting(site):
-            self._read(module, read, device())
+            self._read(module, read, device(), states)
 
-    def _read(self, module: nn.Module, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def _read(
+        self,
+        module: nn.Module,
+        read: Callable[[Sampling], AttentionCall],
+        device: torch.device,
+        states: Callable[[Sampling], HiddenStates] | None,
+    ) -> None:
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart"
@@ -184,7 +194,11 @@ class Capture:
             if call.heads == 1:
                 call = replace(call, forward=self._names.forward_number(module))
             self._receive(call)
-            if self._receive_states is not None and module not in self._attended:
+            if self._receive_states is None:
+                return
+            if states is not None:
+                self._receive_states(states(sampling))
+            elif module not in self._attended:
                 self._attended[module] = Attended.by(call, module)
 
     def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:

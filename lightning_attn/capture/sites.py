@@ -55,6 +55,12 @@ class SiteNames:
         """The modules of the model that are computing for the caller, from the innermost outwards."""
         return tuple(dict.fromkeys(module for module in _computing_modules(sys._getframe(1)) if module in self._names))
 
+    def owner_of(self, parameter: object) -> tuple[nn.Module, ...]:
+        """The module of the model that a parameter belongs to; none, where there is none."""
+        return tuple(
+            module for module in self._names if any(own is parameter for own in module.parameters(recurse=False))
+        )[:1]
+
     def __getitem__(self, module: nn.Module) -> str:
         return self._names[module]
 

@@ -44,6 +44,7 @@ from lightning_attn.capture.trail import (
     Logits,
     LogWeights,
     Mask,
+    Ragged,
     RowLogSum,
     RowMaximum,
     RowSum,
@@ -151,7 +152,8 @@ class SoftmaxFollower:
 
     def _look(self, call: Operation) -> None:
         """Look closely at a call of which some operand is known, or that may be a product of two activations."""
-        if any(operand.is_nested for operand in call.operands):
+        if any(operand.is_nested for operand in call.operands) or call.first(Ragged):
+            self._see_ragged(call)
             return
         product = contraction(call.function, call.args, call.kwargs)
         if product is not None and self._see_product(product, call):
@@ -172,6 +174,23 @@ class SoftmaxFollower:
                 self._trail.set(tensor, COMPUTED_CONSTANT if is_computed else CONSTANT)
         elif call.results:
             getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
+
+    def _see_ragged(self, call: Operation) -> None:
+        """Follow nested tensors only to say of which module the attention cannot be read."""
+        found = call.first(Ragged)
+        ragged = None if found is None else found[1]
+        name = _SYNONYMS.get(call.name, call.name)
+        if is_contraction(call.function):
+            if ragged is not None and ragged.modules is not None:
+                both = tuple(module for module in ragged.modules if module in self._modules())
+                self._found(WrittenAttention.of_nested_tensors(call.operands[0].device, both))
+                return
+            is_product_of_data = not any(isinstance(followed, Constant) for followed in call.known)
+            ragged = Ragged() if ragged is None and is_product_of_data and not in_backward() else None
+        elif ragged is not None and name == "softmax":
+            ragged = Ragged(self._modules())
+        for tensor in call.results:
+            self._trail.set(tensor, ragged)
 
     # Products: of queries and keys, and of weights and values.
 

@@ -146,7 +146,20 @@ class Constant:
     is_computed: bool = False
 
 
-Followed = Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+@dataclass(frozen=True)
+class Ragged:
+    """Descends from a product of two nested tensors, whose axes have no meaning that could be followed.
+
+    Args:
+        modules: the modules that took a softmax of it; ``None`` where none was taken yet.
+    """
+
+    modules: tuple[nn.Module, ...] | None = None
+
+
+Followed = (
+    Ragged | Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+)
 
 
 CONSTANT = Constant()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
+from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
 from lightning_attn.capture.isolation import written_to
 from lightning_attn.capture.reader import Sampling, UnreadableError
-from lightning_attn.capture.trail import Softmax
+from lightning_attn.capture.trail import Logits, Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
 _HIDDEN_BELOW = -3e4
@@ -42,6 +42,20 @@ class WrittenAttention:
     value: Tensor | None
     is_grouped: bool
     columns: slice
+
+    @classmethod
+    def of_nested_tensors(cls, device: torch.device, modules: tuple[nn.Module, ...]) -> WrittenAttention:
+        """An attention that is computed with nested tensors, of which nothing more is known."""
+        softmax = Softmax(
+            torch.empty(0, 0, device=device),
+            (QUERY, KEY),
+            Logits((LEFT, RIGHT)),
+            modules,
+            version=0,
+            refusal="it is written out with nested tensors; `scaled_dot_product_attention` can be read with them, and so "
+            "can padded tensors with a mask",
+        )
+        return cls(softmax, modules, None, False, slice(0, 0))
 
     @property
     def device(self) -> torch.device:
