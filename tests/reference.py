@@ -322,6 +322,8 @@ def heads(call: AttentionCall) -> list[list[Head]]:
         visible &= np.tri(*shape[2:], k=call.visibility.causal_offset, dtype=bool)
     if call.visibility.mask is not None:
         visible &= call.visibility.mask.numpy()
+    if call.visibility.padding is not None:
+        visible &= ~call.visibility.padding.numpy()[:, None, :, None]
     if call.visibility.bias is not None:
         bias = _array(call.visibility.bias)
         visible &= ~(bias <= -1e4)
@@ -337,7 +339,7 @@ def heads(call: AttentionCall) -> list[list[Head]]:
                 call.self_attention,
                 sinks[h],
                 None if of_head is None else of_head[b, h],
-                None if call.padding is None else call.padding[b].numpy(),
+                None if call.visibility.padding is None else call.visibility.padding[b].numpy(),
             )
             for b in range(sequences)
         ]

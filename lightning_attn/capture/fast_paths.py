@@ -73,9 +73,11 @@ class _SelfAttention:
             key=key,
             value=value if sampling.with_values else None,
             scale=1 / math.sqrt(query.shape[-1]),
-            visibility=Visibility(mask=None if self.hidden is None else ~self.hidden),
+            visibility=Visibility(
+                mask=None if self.hidden is None else ~self.hidden,
+                padding=None if self.is_token_BN is None else ~self.is_token_BN,
+            ),
             self_attention=True,
-            padding=None if self.is_token_BN is None else ~self.is_token_BN,
         )
 
     def states(self, sampling: Sampling) -> HiddenStates:

@@ -85,7 +85,7 @@ def _read_nested(
     scale: float | None,
     enable_gqa: bool,
 ) -> AttentionCall:
-    """Read a call of sequences of different lengths; a query that is padding sees nothing and is none."""
+    """Read a call of sequences of different lengths; a query that is padding is none, and sees nothing."""
     if attn_mask is not None:
         raise UnreadableError(
             "its nested tensors come with a mask of their own; pad them, with one mask, on the steps to be watched"
@@ -96,21 +96,22 @@ def _read_nested(
         everything = replace(sampling, max_sequences=None)
         return _read(everything, query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     queries, keys, values = (padded(part) for part in parts)
-    is_token_B11M = keys.is_token_BN[:, None, None]
-    sequences = max(len(queries.lengths), len(keys.lengths))
-    padding_BN = ~queries.is_token_BN.expand(sequences, -1)
     call = _read(
         sampling,
         queries.tensor,
         keys.tensor,
         values.tensor,
-        # Queries that are padding must see nothing, also where nothing else tells that they are.
-        is_token_B11M & ~padding_BN[:, None, :, None],
+        keys.is_token_BN[:, None, None],
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return replace(call, self_attention=queries.lengths == keys.lengths, padding=padding_BN)
+    padding_BN = ~queries.is_token_BN.expand(call.sequences, -1)
+    return replace(
+        call,
+        visibility=replace(call.visibility, padding=padding_BN),
+        self_attention=queries.lengths == keys.lengths,
+    )
 
 
 def _visibility(mask: Tensor | None, causal_offset: int | None) -> Visibility:

@@ -52,8 +52,8 @@ class WrittenAttention:
             Logits((LEFT, RIGHT)),
             modules,
             version=0,
-            refusal="it is written out with nested tensors; `scaled_dot_product_attention` can be read with them, and so "
-            "can padded tensors with a mask",
+            refusal="it is written out with nested tensors; `scaled_dot_product_attention` can be read with them, "
+            "and so can padded tensors with a mask",
         )
         return cls(softmax, modules, None, False, slice(0, 0))
 

@@ -430,7 +430,7 @@ def assert_each_sequence_is_seen(
     call: AttentionCall, query: Tensor, key: Tensor, is_causal: bool = False, sequences: int = len(LENGTHS)
 ) -> None:
     visible_BHNM = call.logits()[1]
-    assert call.padding is not None
+    assert call.visibility.padding is not None
     for number, (of_query, of_key) in enumerate(zip(query.unbind(), key.unbind(), strict=True)):
         if number == sequences:
             break
@@ -440,7 +440,7 @@ def assert_each_sequence_is_seen(
         assert_close(weights_HNM, expected.reshape(weights_HNM.shape), rtol=1e-5, atol=1e-6)
         assert not visible_BHNM[number, :, queries:].any()
         assert not visible_BHNM[number, :, :, keys:].any()
-        assert call.padding[number].tolist() == [False] * queries + [True] * (call.queries - queries)
+        assert call.visibility.padding[number].tolist() == [False] * queries + [True] * (call.queries - queries)
     assert call.sequences == sequences
 
 
@@ -495,7 +495,7 @@ def test_nested_tensors_of_whole_sequences_are_sequences() -> None:
     tensor = torch.nested.nested_tensor(parts, layout=torch.jagged)
     output, call = run(tensor, tensor, tensor)
     assert (call.sequences, call.heads, call.queries) == (6, 2, N)
-    assert call.padding is None
+    assert call.visibility.padding is None
     assert_same_weights(call, dense_weights(torch.cat(parts), torch.cat(parts)))
     assert_same_output(call, output.values())
 

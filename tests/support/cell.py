@@ -84,7 +84,7 @@ class Cell:
     sites: tuple[str, ...] = ()
     outcome: Seen | Refused | NoAttention = field(default_factory=Seen)
     training: bool = False
-    #: Whether the truth listens to the modules by hooks, which `nn.TransformerEncoder` does not bear with nested tensors.
+    #: Whether the truth listens to the modules: with nested tensors `nn.TransformerEncoder` bears no hooks.
     listened: bool = True
 
     def __str__(self) -> str:
