@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.isolation import viewed
+
 #: One label per axis of a tensor.
 Axes = tuple[str, ...]
 
@@ -52,6 +54,17 @@ class Contraction:
             else RIGHT
             for label in self.axes
         )
+
+    def within_tokens(self) -> frozenset[str]:
+        """The sides, `LEFT` or `RIGHT`, whose rows are parts of one token each."""
+        sides = (LEFT, self.left, self.left_axes, self.right_axes), (RIGHT, self.right, self.right_axes, self.left_axes)
+        found = set()
+        for side, operand, labels, others in sides:
+            rows = [axis for axis, label in enumerate(labels) if label not in others]
+            widths = [axis for axis, label in enumerate(labels) if label in self.summed]
+            if len(rows) == len(widths) == 1 and lies_within_tokens(operand, rows[0], widths[0]):
+                found.add(side)
+        return frozenset(found)
 
     @property
     def summed(self) -> set[str]:
@@ -157,6 +170,26 @@ _CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
 }
+
+
+def lies_within_tokens(tensor: Tensor, rows: int, width: int) -> bool:
+    """Whether the rows of queries or keys lie beside each other within one row of what they are a view of.
+
+    Tokens are as far apart as the width of what a layer gave; heads are nearer.
+
+    Args:
+        tensor: queries or keys.
+        rows: the axis of the rows.
+        width: the axis that products sum over.
+    """
+    whole = viewed(tensor)
+    return bool(
+        whole is not None
+        and whole.dim() > 1
+        and whole.stride(-1) == tensor.stride(width) == 1
+        and tensor.shape[rows] > 1
+        and 0 < tensor.stride(rows) < whole.shape[-1]
+    )
 
 
 def is_view(result: Tensor, tensor: Tensor) -> bool:

@@ -144,7 +144,9 @@ class AttentionCall:
         logit_matrix: (B, H, N, M), what enters the softmax, where the model writes it down: scale, soft-cap and bias
             are in it. Queries and keys then have width 0, for what they were is not known.
         score_rule: a function that changes logits after the scale (flex_attention).
-        forward: a number that calls of one head share if one forward pass of the site made them: a loop over heads.
+        forward: a number that calls share if one forward pass of the site made them; ``None`` where that is not known.
+        is_of_all_tokens: whether it has as many sequences and queries as the site was given, or that is not known. Only
+            such calls can be those of a loop over heads.
     """
 
     site: str
@@ -159,6 +161,7 @@ class AttentionCall:
     logit_matrix: Tensor | None = None
     score_rule: Rule | None = None
     forward: int | None = None
+    is_of_all_tokens: bool = True
 
     def __repr__(self) -> str:
         source = f"width {self.query.shape[-1]}" if self.logit_matrix is None else "written out"

@@ -26,7 +26,7 @@ from lightning_attn.capture.isolation import (
 )
 from lightning_attn.capture.reader import Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
-from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.sites import RunningForward, SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.written import WrittenAttention
@@ -88,7 +88,7 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
-        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found)
+        self._follower = SoftmaxFollower(self._model, self._names, self._found)
         self._attended: dict[nn.Module, Attended] = {}
         self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
@@ -191,8 +191,9 @@ class Capture:
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.
             call = read(sampling).map_tensors(Tensor.detach)
-            if call.heads == 1:
-                call = replace(call, forward=self._names.forward_number(module))
+            running = self._names.running(module)
+            if running is not None:
+                call = _placed(call, running, self._max_sequences)
             self._receive(call)
             if self._receive_states is None:
                 return
@@ -220,6 +221,24 @@ class Capture:
             if self._strict:
                 raise
             self._faults.report(site, error)
+
+
+def _placed(call: AttentionCall, running: RunningForward, max_sequences: int | None) -> AttentionCall:
+    """A call with what is known of the forward pass that made it.
+
+    Raises:
+        UnreadableError: if heads may have been taken for queries.
+    """
+    shapes = [(batch if max_sequences is None else min(batch, max_sequences), n) for batch, n, _ in running.given]
+    first = running.given[0] if running.given else None
+    if first is not None and first[1] == 1 < call.queries and first[0] > 0 and call.sequences % shapes[0][0] == 0:
+        raise UnreadableError(
+            f"its module was given one token of each sequence, so that its {call.queries} queries may be heads; give "
+            "queries an axis of their own beside the heads, (B, H, 1, D)"
+        )
+    swapped = [(n if max_sequences is None else min(n, max_sequences), batch) for batch, n, _ in running.given]
+    is_of_all_tokens = not shapes or (call.sequences, call.queries) in (*shapes, *swapped)
+    return replace(call, forward=running.number, is_of_all_tokens=is_of_all_tokens)
 
 
 class _SeeingMode(TorchFunctionMode):

@@ -35,6 +35,8 @@ from lightning_attn.capture.axes import (
 from lightning_attn.capture.call import HIDING_PENALTY
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
 from lightning_attn.capture.operation import Operation, name_of, tensors_among
+from lightning_attn.capture.reader import HEADS_AS_QUERIES
+from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.trail import (
     COMPUTED_CONSTANT,
     CONSTANT,
@@ -114,17 +116,18 @@ class SoftmaxFollower:
 
     Args:
         model: the model; its weights and buffers are no activations.
-        modules: gives the modules that are computing, from the innermost outwards.
+        names: tells which modules are computing, and what they were given.
         found: called with each attention, when its weights have multiplied its values.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        modules: Callable[[], tuple[nn.Module, ...]],
+        names: SiteNames,
         found: Callable[[WrittenAttention], None],
     ) -> None:
-        self._modules = modules
+        self._modules = names.computing
+        self._given = names.given
         self._found = found
         self._trail = Trail(constants=(*model.parameters(), *model.buffers()))
 
@@ -219,7 +222,8 @@ class SoftmaxFollower:
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
             )
-            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data))
+            within_tokens = product.within_tokens()
+            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, within_tokens=within_tokens))
         return True
 
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
@@ -471,8 +475,17 @@ class SoftmaxFollower:
         beside_keys = [i for i, meaning in enumerate(history.axes) if meaning not in (SHARED, side)]
         alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
         queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
-        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
+        if not alike and len(beside_keys) > 1:
+            given = {size for shape in self._given() for size in shape[:2]}
+            tokens = [i for i in beside_keys if logits.shape[i] in given]
+            if len(tokens) == 1:
+                queries = tokens[0]
+            else:
+                refusal = "several of its axes may be the one of the queries, and the others those of heads"
+        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
+        if len(beside_keys) == 1 and history.within_tokens.difference({side}):
+            refusal = HEADS_AS_QUERIES
         if not beside_keys and logits.dim() > 2:
             refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
         if len(alike) > 1:

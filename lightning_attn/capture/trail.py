@@ -40,6 +40,7 @@ class Logits:
         has_unseen_mask: whether something was written into it that may have been a mask.
         shift: what was subtracted from each row.
         without_data: the axes, `LEFT` or `RIGHT`, of an operand that no data went into.
+        within_tokens: the axes, `LEFT` or `RIGHT`, whose rows were parts of one token, as those of heads are.
         refusal: why it cannot be read.
     """
 
@@ -48,6 +49,7 @@ class Logits:
     has_unseen_mask: bool = False
     shift: Tensor | None = None
     without_data: frozenset[str] = frozenset()
+    within_tokens: frozenset[str] = frozenset()
     refusal: str | None = None
 
 

@@ -604,16 +604,19 @@ def test_a_loop_over_heads_is_one_call_of_all_heads(attend: Attend, passes: int)
     torch.testing.assert_close(looped.values, expected.values, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("error::lightning_attn.AttentionWarning")
 def test_the_same_input_again_is_another_pass_not_another_head() -> None:
     def one_head(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return scores_of(query[:, :1], key[:, :1]).softmax(-1) @ value[:, :1]
 
     model, source = Model(one_head), tokens()
-    observer = AttentionObserver(model)
-    with observer:
-        model(source)
-        model(source)
-    assert observer.snapshot().heads == {"attention": 1}
+    for blocks in (1, 2):
+        observer = AttentionObserver(model)
+        for _ in range(blocks):
+            with observer:
+                for _ in range(2 // blocks):
+                    model(source)
+        assert observer.snapshot().heads == {"attention": 1}
 
 
 @pytest.mark.parametrize("attend", [masked_fill, sinks_in_the_last_column, exponentials_over_sum, weighted_sum])
