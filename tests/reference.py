@@ -229,12 +229,11 @@ def uniform_position_concentration(sequences: list[Head]) -> float:
 
 
 def attention_distance(sequences: list[Head]) -> float:
-    queries, keys = sequences[0].visible.shape
-    if not sequences[0].is_square:
-        return float("nan")
-    distance = np.abs(np.arange(queries)[:, None] - np.arange(keys))
-    of_weights = sum((head.weights * distance).sum() for head in sequences)
-    return ratio(of_weights, sum((head.uniform * distance).sum() for head in sequences))
+    squares = [head for head in sequences if head.is_square]
+    distances = [np.abs(np.subtract.outer(*[np.arange(len(head.visible))] * 2)) for head in squares]
+    of_weights = sum((head.weights * distance).sum() for head, distance in zip(squares, distances, strict=True))
+    of_uniform = sum((head.uniform * distance).sum() for head, distance in zip(squares, distances, strict=True))
+    return ratio(of_weights, of_uniform)
 
 
 def deviations(head: Head) -> np.ndarray:

@@ -229,15 +229,15 @@ def _placed(call: AttentionCall, running: RunningForward, max_sequences: int | N
     Raises:
         UnreadableError: if heads may have been taken for queries.
     """
-    shapes = [(batch if max_sequences is None else min(batch, max_sequences), n) for batch, n, _ in running.given]
-    first = running.given[0] if running.given else None
-    if first is not None and first[1] == 1 < call.queries and first[0] > 0 and call.sequences % shapes[0][0] == 0:
+    given = [(sequences, tokens) for sequences, tokens, _ in running.given]
+    wanted = [(sequences if max_sequences is None else min(sequences, max_sequences), n) for sequences, n in given]
+    wanted += [(sequences if max_sequences is None else min(sequences, max_sequences), n) for n, sequences in given]
+    is_of_all_tokens = not given or (call.sequences, call.queries) in wanted
+    if not is_of_all_tokens and given[0][1] == 1 < call.queries and call.sequences % max(1, wanted[0][0]) == 0:
         raise UnreadableError(
             f"its module was given one token of each sequence, so that its {call.queries} queries may be heads; give "
             "queries an axis of their own beside the heads, (B, H, 1, D)"
         )
-    swapped = [(n if max_sequences is None else min(n, max_sequences), batch) for batch, n, _ in running.given]
-    is_of_all_tokens = not shapes or (call.sequences, call.queries) in (*shapes, *swapped)
     return replace(call, forward=running.number, is_of_all_tokens=is_of_all_tokens)
 
 

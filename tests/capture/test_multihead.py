@@ -542,3 +542,25 @@ def test_whole_transformer() -> None:
         "decoder.layers.1.multihead_attn",
     )
     assert [(call.queries, call.keys) for call in recording.calls] == [(M, M), (M, M), (N, N), (N, M), (N, N), (N, M)]
+
+
+def test_an_additive_mask_on_the_fast_path_hides_what_is_not_zero_as_torch_has_it() -> None:
+    layer = nn.TransformerEncoderLayer(**layer_arguments(batch_first=True)).eval()
+    tokens, bias = torch.randn(B, N, WIDTH), torch.full((N, N), -2.0).triu(1)
+    with torch.no_grad():
+        assert torch.equal(layer(tokens, bias), layer(tokens, bias != 0)), "otherwise torch has changed"
+        with record(layer) as recording:
+            layer(tokens, bias)
+    assert torch.equal(recording.calls[0].logits()[1], (bias == 0).expand(B, HEADS, N, N))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_two_observers_leave_the_fast_path_as_it_is() -> None:
+    """With nested tensors there is no other."""
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    tokens = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])
+    observers = [AttentionObserver(module, statistics="entropy") for _ in range(2)]
+    with torch.no_grad(), observers[0], observers[1]:
+        module(tokens, tokens, tokens, need_weights=False)
+    first, second = (observer.snapshot() for observer in observers)
+    assert first.to_dict() == second.to_dict() != {}

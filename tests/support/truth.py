@@ -85,6 +85,7 @@ class Attention:
         sink_logits_H: one logit more per head, which takes weight and gives nothing.
         self_attention: whether query ``i`` and key ``i`` are the same token.
         padding_BN: true where a query is no token, where visibility does not tell.
+        is_of_loop: whether it is one head of a loop over the heads of its site.
     """
 
     site: str
@@ -94,6 +95,7 @@ class Attention:
     sink_logits_H: Tensor | None = None
     self_attention: bool = True
     padding_BN: Tensor | None = None
+    is_of_loop: bool = False
 
     @property
     def visible_BHNM(self) -> Tensor:
