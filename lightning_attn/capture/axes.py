@@ -111,6 +111,10 @@ def _added_product_of_batches(
     return _matmul(batch1, batch2)
 
 
+def _added_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Contraction:
+    return _matmul(mat1, mat2)
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction:
     leading = tuple(f"{LEFT} {number}" for number in range(input.dim() - 2))
     return Contraction(input, weight, (*leading, LEFT, "width"), (RIGHT, "width"), (*leading, LEFT, RIGHT))
@@ -166,6 +170,8 @@ _CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
     Tensor.mm: _product_of_batches,
     torch.baddbmm: _added_product_of_batches,
     Tensor.baddbmm: _added_product_of_batches,
+    torch.addmm: _added_product,
+    Tensor.addmm: _added_product,
     torch.nn.functional.linear: _linear,
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,

@@ -217,7 +217,7 @@ class SoftmaxFollower:
         if (LEFT in axes or RIGHT in axes) and not in_backward():
             result = call.results[0]
             # With a factor of 0, what is added may be memory that nobody has written.
-            factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
+            factor = call.kwargs.get("beta", 1) if call.name in ("addmm", "baddbmm") else 0
             masks = (Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)

@@ -82,6 +82,14 @@ def by_bmm_through_four_dimensions(site: Site, query: Tensor, key: Tensor, value
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, (SEQUENCES, HEADS))
 
 
+def by_addmm(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One matrix after the other, each with its mask."""
+    hidden = torch.zeros(TOKENS, TOKENS).masked_fill(~CAUSAL, -1e9)
+    pairs = zip(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), strict=True)
+    each = [torch.addmm(hidden, q, k.T, alpha=1 / math.sqrt(WIDTH)).softmax(-1) @ v for q, k, v in pairs]
+    return torch.stack(each).unflatten(0, (SEQUENCES, HEADS))
+
+
 def by_einsum(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = torch.einsum("bhid,bhjd->bhij", query, key) / math.sqrt(WIDTH)
     return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), value)
@@ -306,6 +314,16 @@ def test_three_dimensions_are_sequences_of_one_head() -> None:
     call, output = only_call(Model(by_bmm), tokens())
     assert (call.sequences, call.heads) == (SEQUENCES * HEADS, 1)
     torch.testing.assert_close(call.output()[:, 0], output.detach().flatten(0, 1), rtol=0, atol=1e-5)
+
+
+def test_matrices_one_after_the_other_are_each_a_sequence_of_one_head() -> None:
+    model, source = Model(by_addmm), tokens()
+    with record(model) as recording:
+        output = model(source)
+    assert len(recording.calls) == SEQUENCES * HEADS
+    for call, expected in zip(recording.calls, output.detach().flatten(0, 1), strict=True):
+        assert torch.equal(call.logits()[1][0, 0], CAUSAL)
+        torch.testing.assert_close(call.output()[0, 0], expected, rtol=0, atol=1e-5)
 
 
 # What is beside the logits, or becomes of the weights.
