@@ -14,6 +14,9 @@ class Findings:
         self._order: dict[str, None] = {}
         self._sums: dict[str, Sums] = {}
         self._loops: dict[str, _LoopOverHeads] = {}
+        self._last: dict[str, int | None] = {}
+        #: The sites of which one forward pass made several calls that were no loop over heads.
+        self.pooled: set[str] = set()
 
     def meet(self, site: str) -> None:
         """Remember when a site ran, whatever comes of it."""
@@ -29,8 +32,11 @@ class Findings:
         if loop is not None and loop.goes_on_with(call):
             loop.heads.append(found)
             return
+        last, self._last[call.site] = self._last.get(call.site), call.forward
+        if call.forward is not None and call.forward == last:
+            self.pooled.add(call.site)
         self.end_loop(call.site)
-        if call.heads == 1:
+        if call.heads == 1 and call.is_of_all_tokens:
             self._loops[call.site] = _LoopOverHeads(call, [found])
         else:
             self._join(call.site, found)

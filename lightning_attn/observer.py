@@ -159,9 +159,12 @@ class AttentionObserver:
             if self._small.is_full:
                 self._measure_small()
             return
-        self._findings.add(
-            call, measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences)
-        )
+        self._add(call, measure(call, self.request.statistics, spectral_sequences=self.request.spectral_sequences))
+
+    def _add(self, call: AttentionCall, found: Sums) -> None:
+        self._findings.add(call, found)
+        if call.site in self._findings.pooled:
+            self._faults.report_pooled(call.site)
 
     def _take_states(self, states: HiddenStates) -> None:
         if self._small is not None and self._small.take_states(states):
@@ -185,7 +188,7 @@ class AttentionObserver:
             with self._reporting(item.site):
                 if isinstance(item, AttentionCall):
                     left_out.add(item.site)
-                    self._findings.add(item, cast(Sums, found()))
+                    self._add(item, cast(Sums, found()))
                     left_out.remove(item.site)
                 elif item.site not in left_out:  # as they are where a call is refused at once
                     self._add_states(item, cast(StateSums, found()))

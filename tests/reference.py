@@ -28,6 +28,8 @@ class Head:
     sink_logit: float | None
     #: (keys, width), if known.
     values: np.ndarray | None = None
+    #: (queries,), true where a query is no token, if that is known beside what is visible.
+    padding: np.ndarray | None = None
 
     @cached_property
     def seen_keys(self) -> np.ndarray:
@@ -37,6 +39,8 @@ class Head:
     def tokens(self) -> list[int]:
         """The rows that are no padding. In self-attention a token that nobody may see as a key is padding."""
         rows = range(len(self.logits))
+        if self.padding is not None:
+            return [i for i in rows if not self.padding[i]]
         return [i for i in rows if not self.self_attention or i in self.seen_keys]
 
     @cached_property
@@ -225,12 +229,10 @@ def uniform_position_concentration(sequences: list[Head]) -> float:
 
 
 def attention_distance(sequences: list[Head]) -> float:
-    of_weights = of_uniform = 0.0
-    for head in sequences:
-        if head.is_square:
-            distance = np.abs(np.subtract.outer(np.arange(len(head.logits)), np.arange(len(head.logits))))
-            of_weights += (head.weights * distance).sum()
-            of_uniform += (head.uniform * distance).sum()
+    squares = [head for head in sequences if head.is_square]
+    distances = [np.abs(np.subtract.outer(*[np.arange(len(head.visible))] * 2)) for head in squares]
+    of_weights = sum((head.weights * distance).sum() for head, distance in zip(squares, distances, strict=True))
+    of_uniform = sum((head.uniform * distance).sum() for head, distance in zip(squares, distances, strict=True))
     return ratio(of_weights, of_uniform)
 
 
@@ -319,6 +321,8 @@ def heads(call: AttentionCall) -> list[list[Head]]:
         visible &= np.tri(*shape[2:], k=call.visibility.causal_offset, dtype=bool)
     if call.visibility.mask is not None:
         visible &= call.visibility.mask.numpy()
+    if call.visibility.padding is not None:
+        visible &= ~call.visibility.padding.numpy()[:, None, :, None]
     if call.visibility.bias is not None:
         bias = _array(call.visibility.bias)
         visible &= ~(bias <= -1e4)
@@ -334,6 +338,7 @@ def heads(call: AttentionCall) -> list[list[Head]]:
                 call.self_attention,
                 sinks[h],
                 None if of_head is None else of_head[b, h],
+                None if call.visibility.padding is None else call.visibility.padding[b].numpy(),
             )
             for b in range(sequences)
         ]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.isolation import viewed
+
 #: One label per axis of a tensor.
 Axes = tuple[str, ...]
 
@@ -52,6 +54,17 @@ class Contraction:
             else RIGHT
             for label in self.axes
         )
+
+    def within_tokens(self) -> frozenset[str]:
+        """The sides, `LEFT` or `RIGHT`, whose rows are parts of one token each."""
+        sides = (LEFT, self.left, self.left_axes, self.right_axes), (RIGHT, self.right, self.right_axes, self.left_axes)
+        found = set()
+        for side, operand, labels, others in sides:
+            rows = [axis for axis, label in enumerate(labels) if label not in others]
+            widths = [axis for axis, label in enumerate(labels) if label in self.summed]
+            if len(rows) == len(widths) == 1 and lies_within_tokens(operand, rows[0], widths[0]):
+                found.add(side)
+        return frozenset(found)
 
     @property
     def summed(self) -> set[str]:
@@ -96,6 +109,10 @@ def _added_product_of_batches(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Contraction:
     return _matmul(batch1, batch2)
+
+
+def _added_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Contraction:
+    return _matmul(mat1, mat2)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction:
@@ -158,6 +175,8 @@ _CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
     Tensor.mm: _product_of_batches,
     torch.baddbmm: _added_product_of_batches,
     Tensor.baddbmm: _added_product_of_batches,
+    torch.addmm: _added_product,
+    Tensor.addmm: _added_product,
     torch.nn.functional.linear: _linear,
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
@@ -176,6 +195,26 @@ _CONTRACTIONS |= {
     }.items()
     for operator in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, name).default)
 }
+
+
+def lies_within_tokens(tensor: Tensor, rows: int, width: int) -> bool:
+    """Whether the rows of queries or keys lie beside each other within one row of what they are a view of.
+
+    Tokens are as far apart as the width of what a layer gave; heads are nearer.
+
+    Args:
+        tensor: queries or keys.
+        rows: the axis of the rows.
+        width: the axis that products sum over.
+    """
+    whole = viewed(tensor)
+    return bool(
+        whole is not None
+        and whole.dim() > 1
+        and whole.stride(-1) == tensor.stride(width) == 1
+        and tensor.shape[rows] > 1
+        and 0 < tensor.stride(rows) < whole.shape[-1]
+    )
 
 
 def is_view(result: Tensor, tensor: Tensor) -> bool:

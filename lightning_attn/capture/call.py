@@ -48,21 +48,24 @@ class Visibility:
         bias: added to the logits. It hides a key where it is -1e4 or less, and is part of the logit elsewhere (ALiBi,
             T5).
         rule: a function that says which keys may be seen, so that no mask is written down (flex_attention).
+        padding: (B, N), true where a query is no token and sees nothing, where that is known of each. ``None`` where it
+            is told from the rest: in self-attention, a token that nobody may see as a key is none.
     """
 
     causal_offset: int | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
     rule: Rule | None = None
+    padding: Tensor | None = None
 
     @property
     def is_causal_at_most(self) -> bool:
         """Whether causality is all that hides keys."""
-        return self.mask is None and self.bias is None and self.rule is None
+        return self.mask is None and self.bias is None and self.rule is None and self.padding is None
 
     @property
     def is_alike_for_queries(self) -> bool:
-        """Whether, causality aside, every query may see the same keys."""
+        """Whether, causality aside, every query that is a token may see the same keys."""
         return self.rule is None and all(part is None or part.shape[2] == 1 for part in (self.mask, self.bias))
 
     def rows(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
@@ -82,6 +85,9 @@ class Visibility:
         if self.rule is not None:
             allowed = self.rule.rows(start, stop, keys)
             visible = allowed if visible is None else visible & allowed
+        if self.padding is not None:
+            is_token = ~self.padding[:, None, start:stop, None]
+            visible = is_token if visible is None else visible & is_token
         if self.causal_offset is not None and start + self.causal_offset < keys - 1:
             last_R1 = torch.arange(start, stop, device=device)[:, None] + self.causal_offset
             first = 0 if visible is not None else max(0, start + self.causal_offset + 1)
@@ -111,7 +117,8 @@ class Visibility:
             return tensor if tensor.shape[1] == 1 else tensor[:, heads]
 
         rule = None if self.rule is None else self.rule.select(sequences, heads)
-        return replace(self, mask=part(self.mask), bias=part(self.bias), rule=rule)
+        padding = None if self.padding is None else self.padding[sequences]
+        return replace(self, mask=part(self.mask), bias=part(self.bias), rule=rule, padding=padding)
 
     @staticmethod
     def _slice(tensor: Tensor, start: int, stop: int, keys: int) -> Tensor:
@@ -137,7 +144,9 @@ class AttentionCall:
         logit_matrix: (B, H, N, M), what enters the softmax, where the model writes it down: scale, soft-cap and bias
             are in it. Queries and keys then have width 0, for what they were is not known.
         score_rule: a function that changes logits after the scale (flex_attention).
-        forward: a number that calls of one head share if one forward pass of the site made them: a loop over heads.
+        forward: a number that calls share if one forward pass of the site made them; ``None`` where that is not known.
+        is_of_all_tokens: whether it has as many sequences and queries as the site was given, or that is not known. Only
+            such calls can be those of a loop over heads.
     """
 
     site: str
@@ -152,6 +161,7 @@ class AttentionCall:
     logit_matrix: Tensor | None = None
     score_rule: Rule | None = None
     forward: int | None = None
+    is_of_all_tokens: bool = True
 
     def __repr__(self) -> str:
         source = f"width {self.query.shape[-1]}" if self.logit_matrix is None else "written out"
@@ -258,7 +268,12 @@ class AttentionCall:
             query=function(self.query),
             key=function(self.key),
             value=mapped(self.value),
-            visibility=replace(self.visibility, mask=mapped(self.visibility.mask), bias=mapped(self.visibility.bias)),
+            visibility=replace(
+                self.visibility,
+                mask=mapped(self.visibility.mask),
+                bias=mapped(self.visibility.bias),
+                padding=mapped(self.visibility.padding),
+            ),
             sink_logits=mapped(self.sink_logits),
             logit_matrix=mapped(self.logit_matrix),
         )

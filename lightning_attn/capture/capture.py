@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_attn.capture.axes import lies_within_tokens
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
@@ -23,11 +25,12 @@ from lightning_attn.capture.isolation import (
     in_backward,
     in_function_transform,
     isolated,
+    unnoticed_by_fast_paths,
 )
 from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
-from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, interceptors, readers
+from lightning_attn.capture.reader import HEADS_AS_QUERIES, WAY_OUT, Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
-from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.sites import RunningForward, SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
@@ -93,7 +96,7 @@ class Capture:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
         self._channels = ChannelTrail()
-        self._follower = SoftmaxFollower(self._model, self._names.computing, self._found, self._channels)
+        self._follower = SoftmaxFollower(self._model, self._names, self._found, self._channels)
         self._attended: dict[nn.Module, Attended] = {}
         self._told = ToldAttention()
         self._scripts = Scripts()
@@ -103,6 +106,7 @@ class Capture:
         if self._receive_states is not None:
             self._running.enter_context(after_every_module(self._see_states))
         self._running.enter_context(opaque_calls(self._hear))
+        self._running.enter_context(unnoticed_by_fast_paths(_SeeingMode))
         self._running.enter_context(_SeeingMode(self._see))
         self._is_running = True
         return self
@@ -117,15 +121,15 @@ class Capture:
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
-        reader = self._readers.get(function)
-        if reader is None:
+        declared = self._readers.get(function)
+        if declared is None:
             self._follow(function, args, kwargs, result)
             return
-
-        def read(sampling: Sampling) -> AttentionCall:
-            return reader(args, kwargs, sampling)
-
-        self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
+        read, read_states, modules = declared.read, declared.states, self._names.computing()
+        if declared.weight is not None:
+            modules = (*self._names.owner_of(args[declared.weight]), *modules)
+        states = None if read_states is None else partial(read_states, args, kwargs)
+        self._take(modules, partial(read, args, kwargs), partial(device_of, (*args, *kwargs.values())), states)
 
     def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
         """Take a call that no torch function showed.
@@ -198,6 +202,8 @@ class Capture:
         modules: tuple[nn.Module, ...],
         read: Callable[[Sampling], AttentionCall],
         device: Callable[[], torch.device],
+        states: Callable[[Sampling], HiddenStates] | None = None,
+        *,
         rows: int | None = None,
         is_told: bool = False,
     ) -> bool:
@@ -214,7 +220,7 @@ class Capture:
         taken = False
         with self._reporting(site):
             try:
-                taken = self._read(module, modules, read, device(), is_told)
+                taken = self._read(module, modules, read, device(), states, is_told)
             except UnreadableError:
                 if is_told or not self._told.covers(module, rows):
                     raise
@@ -226,6 +232,7 @@ class Capture:
         modules: tuple[nn.Module, ...],
         read: Callable[[Sampling], AttentionCall],
         device: torch.device,
+        states: Callable[[Sampling], HiddenStates] | None,
         is_told: bool,
     ) -> bool:
         if in_function_transform():
@@ -247,16 +254,21 @@ class Capture:
             call = read(sampling)
             if self._query is not None:
                 call = unfolded(call, self._query)
+            if call.logit_matrix is None and lies_within_tokens(call.query, -2, -1):
+                raise UnreadableError(HEADS_AS_QUERIES)
             # A view made without a graph still holds the graph of what it is a view of.
             call = call.map_tensors(Tensor.detach)
-            if call.heads == 1:
-                call = replace(call, forward=self._names.forward_number(module))
+            running = self._names.running(module)
+            if running is not None:
+                call = _placed(call, running, self._max_sequences)
             if is_told:
                 self._told.tell(module, call)
             elif self._told.is_known(modules, call):
                 return False
             self._receive(call)
-            if self._receive_states is not None and module not in self._attended:
+            if self._receive_states is not None and states is not None:
+                self._receive_states(states(sampling))
+            elif self._receive_states is not None and module not in self._attended:
                 self._attended[module] = Attended.by(call, module)
         return True
 
@@ -279,6 +291,24 @@ class Capture:
             if self._strict:
                 raise
             self._faults.report(site, error)
+
+
+def _placed(call: AttentionCall, running: RunningForward, max_sequences: int | None) -> AttentionCall:
+    """A call with what is known of the forward pass that made it.
+
+    Raises:
+        UnreadableError: if heads may have been taken for queries.
+    """
+    given = [(sequences, tokens) for sequences, tokens, _ in running.given]
+    wanted = [(sequences if max_sequences is None else min(sequences, max_sequences), n) for sequences, n in given]
+    wanted += [(sequences if max_sequences is None else min(sequences, max_sequences), n) for n, sequences in given]
+    is_of_all_tokens = not given or (call.sequences, call.queries) in wanted
+    if not is_of_all_tokens and given[0][1] == 1 < call.queries and call.sequences % max(1, wanted[0][0]) == 0:
+        raise UnreadableError(
+            f"its module was given one token of each sequence, so that its {call.queries} queries may be heads; give "
+            "queries an axis of their own beside the heads, (B, H, 1, D)"
+        )
+    return replace(call, forward=running.number, is_of_all_tokens=is_of_all_tokens)
 
 
 class _SeeingMode(TorchFunctionMode):

@@ -20,11 +20,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.wrappers import ROOT, canonical_names
 
 #: The newer switch for the precision of products.
 _NEWER = "fp32_precision"
+#: What `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take in evaluation; ``None`` where torch has no such.
+FUSED_ATTENTION: Callable[..., object] | None = getattr(torch, "_native_multi_head_attention", None)
+FUSED_LAYER: Callable[..., object] | None = getattr(torch, "_transformer_encoder_layer_fwd", None)
+#: What has no torch function of its own.
+_PLAIN = (Tensor, nn.Parameter, type(None))
 #: What a compiled module has to say when any global hook is set.
 _HOOK_COMPLAINT = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks")
 
@@ -241,6 +247,37 @@ def _without_complaint_of_compiled_modules() -> Iterator[None]:
     finally:
         if silence in warnings.filters:
             warnings.filters.remove(silence)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def unnoticed_by_fast_paths(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Let modules of `torch.nn` take the fused functions that they take in evaluation, as if no mode of ours were on.
+
+    They ask whether any mode is, and go the plain way then: which rounds otherwise, leaves no zeros in the place of
+    padding, and fails for nested tensors. Modes of others are theirs: beside one, the answer stays what it is.
+
+    Args:
+        kind: what modes of ours are.
+    """
+    ask = torch.overrides.has_torch_function
+
+    def ask_as_if_unwatched(arguments: Iterable[object]) -> bool:
+        answer: bool = ask(arguments)
+        if answer and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.modules."):
+            is_ours = all(isinstance(mode, kind) for mode in _function_modes())
+            return not (is_ours and all(type(argument) in _PLAIN for argument in arguments))
+        return answer
+
+    torch.overrides.has_torch_function = ask_as_if_unwatched  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = ask
+
+
+def _function_modes() -> list[object]:
+    depth, at = (getattr(torch._C, name, None) for name in ("_len_torch_function_stack", "_get_function_stack_at"))
+    return [None] if depth is None or at is None else [at(place) for place in range(depth())]
 
 
 def written_to(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.channels import REFUSAL, ChannelTrail
+from lightning_attn.capture.states import HiddenStates
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,36 @@ class UnreadableError(Exception):
     """A call that is attention but cannot be read; the message says why and names a way out."""
 
 
+#: Why calls are refused whose queries are views of parts of tokens.
+HEADS_AS_QUERIES = (
+    "its queries lie beside each other within one token, as heads do; give queries an axis of their own beside the "
+    "heads, (B, H, N, D)"
+)
+
 #: Reads one call of a torch function: the arguments it got, by position and by name, and what is wanted of them.
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Sampling], AttentionCall]
 
-_READERS: dict[Callable[..., Any], Reader] = {}
+#: Tells the hidden states around one call, from what its reader gets.
+StatesReader = Callable[[tuple[Any, ...], dict[str, Any], Sampling], HiddenStates]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """How calls of one torch function are read.
+
+    Args:
+        read: reads a call.
+        weight: which argument is a parameter of the site, where a module calls the function in the place of one of its
+            children; ``None`` where the site is the one that calls it.
+        states: tells the hidden states around the site, which is not called then; ``None`` where it is.
+    """
+
+    read: Reader
+    weight: int | None = None
+    states: StatesReader | None = None
+
+
+_READERS: dict[Callable[..., Any], Declared] = {}
 
 
 class Sightings(Protocol):
@@ -109,11 +136,20 @@ Interceptor = Callable[[Sightings], AbstractContextManager[object]]
 _INTERCEPTORS: list[Interceptor] = []
 
 
-def reads(function: Callable[..., Any]) -> Callable[[Reader], Reader]:
-    """Declare that the decorated reader understands calls of a torch function."""
+def reads(
+    function: Callable[..., Any] | None, weight: int | None = None, states: StatesReader | None = None
+) -> Callable[[Reader], Reader]:
+    """Declare that the decorated reader understands calls of a torch function.
+
+    Args:
+        function: the function; ``None`` where this version of torch has none.
+        weight: see `Declared`.
+        states: see `Declared`.
+    """
 
     def declare(reader: Reader) -> Reader:
-        _READERS[function] = reader
+        if function is not None:
+            _READERS[function] = Declared(reader, weight, states)
         return reader
 
     return declare
@@ -125,7 +161,7 @@ def intercepts(interceptor: Interceptor) -> Interceptor:
     return interceptor
 
 
-def readers() -> dict[Callable[..., Any], Reader]:
+def readers() -> dict[Callable[..., Any], Declared]:
     """Every reader by the torch function it reads. Each file of this package may declare some."""
     _import_files()
     return _READERS

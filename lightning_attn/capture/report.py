@@ -49,6 +49,18 @@ class SiteFaults:
                 stacklevel=2,
             )
 
+    def report_pooled(self, site: str) -> None:
+        """Say that a site's statistics are of several attentions that it computes one after the other."""
+        if (site, "pooled") not in self.reported:
+            self.reported.add((site, "pooled"))
+            warnings.warn(
+                f"The module {site!r} computes attention several times in one forward pass (over other tokens, other "
+                "heads, or a part of the queries at a time). Its statistics pool all of them, head by head; a module "
+                "of its own for each would tell them apart.",
+                AttentionWarning,
+                stacklevel=2,
+            )
+
     def report(self, site: str, error: Exception) -> None:
         """Say what went wrong. A call that cannot be read is left out; a site that fails is left alone from then on."""
         if isinstance(error, UnreadableError):

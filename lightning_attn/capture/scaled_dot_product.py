@@ -6,6 +6,7 @@ Shape suffixes as in `lightning_attn.capture.call`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.capture.nested import first_of, is_dense_inside, padded
 from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 
 
@@ -21,13 +23,14 @@ from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 @reads(torch.ops.aten.scaled_dot_product_attention)
 @reads(torch.ops.aten.scaled_dot_product_attention.default)
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
-    """Read one call: all masks, grouped heads, and inputs of any number of leading dimensions.
+    """Read one call: all masks, grouped heads, nested tensors, and inputs of any number of leading dimensions.
 
     Three dimensions are sequences of one head each. Of more than four, those that are known to be channels are heads,
-    or else the last; the others are flattened into sequences.
+    or else the last; the others are flattened into sequences. Nested tensors are padded to the longest of the wanted
+    sequences.
 
     Raises:
-        UnreadableError: for nested tensors, whose sequences have no common shape.
+        UnreadableError: for nested tensors with a mask, or that differ in more than their numbers of tokens.
     """
     return _read(sampling, *args, **kwargs)
 
@@ -44,10 +47,8 @@ def _read(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    if query.is_nested or key.is_nested:
-        raise UnreadableError(
-            "nested tensors are not read yet; use padded tensors with a mask on the steps to be watched"
-        )
+    if query.is_nested or key.is_nested or value.is_nested:
+        return _read_nested(sampling, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     sampling.check_tokens(query, key)
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
@@ -76,6 +77,45 @@ def _read(
             causal_offset=0 if is_causal else None,
         ),
         self_attention=queries == keys,
+    )
+
+
+def _read_nested(
+    sampling: Sampling,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> AttentionCall:
+    """Read a call of sequences of different lengths; a query that is padding is none, and sees nothing."""
+    if attn_mask is not None:
+        raise UnreadableError(
+            "its nested tensors come with a mask of their own; pad them, with one mask, on the steps to be watched"
+        )
+    parts = [first_of(tensor, sampling.max_sequences) for tensor in (query, key, value)]
+    if all(is_dense_inside(tensor) for tensor in (query, key, value)):
+        query, key, value = (torch.cat(part) for part in parts)
+        everything = replace(sampling, max_sequences=None)
+        return _read(everything, query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    queries, keys, values = (padded(part) for part in parts)
+    call = _read(
+        sampling,
+        queries.tensor,
+        keys.tensor,
+        values.tensor,
+        keys.is_token_BN[:, None, None],
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    padding_BN = ~queries.is_token_BN.expand(call.sequences, -1)
+    return replace(
+        call,
+        visibility=replace(call.visibility, padding=padding_BN),
+        self_attention=queries.lengths == keys.lengths,
     )
 
 

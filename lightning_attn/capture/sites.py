@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from itertools import count
 from types import FrameType
 
+import torch
 from torch import Tensor, nn
 
+from lightning_attn.capture.isolation import without_function_modes
 from lightning_attn.capture.module_tree import modules_of, parameters_of
 from lightning_attn.capture.wrappers import canonical_names
+
+#: Numbers of forward passes, never twice the same: what was found in two captures may be added up.
+_NUMBERS = count(1)
+
+#: The file whose functions call the ``forward`` of modules.
+_CALLS_MODULES = nn.Module.__call__.__code__.co_filename
 
 
 class SiteNames:
@@ -38,7 +46,6 @@ class SiteNames:
             for part in getattr(parameter, parts, ())
         }
         self._running: dict[nn.Module, tuple[int, _Running]] = {}
-        self._numbers = count(1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())
@@ -46,6 +53,12 @@ class SiteNames:
     def computing(self) -> tuple[nn.Module, ...]:
         """The modules of the model that are computing for the caller, from the innermost outwards."""
         return tuple(dict.fromkeys(module for module in _computing_modules(sys._getframe(1)) if module in self._names))
+
+    def owner_of(self, parameter: object) -> tuple[nn.Module, ...]:
+        """The module of the model that a parameter belongs to; none, where there is none."""
+        return tuple(
+            module for module in self._names if any(own is parameter for own in module.parameters(recurse=False))
+        )[:1]
 
     def __getitem__(self, module: nn.Module) -> str:
         return self._names[module]
@@ -67,33 +80,83 @@ class SiteNames:
                 return module
         return modules[0] if modules else None
 
-    def forward_number(self, module: nn.Module) -> int:
-        """A number that tells the forward passes of a module apart: the one that is running for the caller.
+    def running(self, module: nn.Module) -> RunningForward | None:
+        """The forward pass of a module that is running for the caller; ``None`` where another runs in its place.
 
-        It goes by the frame in which the module was called and the tensors it was called with, for both are there again
-        as long as the same call lasts. A frame alone is made anew at the same place in memory.
+        Its number goes by what torch made for this call alone, where it left something: see `_Running`.
         """
-        frames = (frame for frame in _frames(sys._getframe(1)) if _owner(frame) is module)
-        outermost = deque(frames, maxlen=1).pop()
-        running = _Running(id(outermost), [weakref.ref(tensor) for tensor in _argument_tensors(outermost)])
+        frames = deque((frame for frame in _frames(sys._getframe(1)) if _owner(frame) is module), maxlen=1)
+        if not frames:
+            return None
+        outermost = frames.pop()
+        arguments = _argument_tensors(outermost)
+        running = _Running(id(outermost), [weakref.ref(tensor) for tensor in arguments], _mark_of_call(outermost))
         known = self._running.get(module)
         if known is None or not known[1].is_same(running):
-            known = self._running[module] = (next(self._numbers), running)
-        return known[0]
+            known = self._running[module] = (next(_NUMBERS), running)
+        return RunningForward(known[0], _states_among(arguments))
+
+    def given(self) -> list[torch.Size]:
+        """The shapes of the hidden states that the innermost module was given that was given any."""
+        for frame in _frames(sys._getframe(1)):
+            if _owner(frame) in self._names:
+                states = _states_among(_argument_tensors(frame))
+                if states:
+                    return states
+        return []
+
+
+@dataclass(frozen=True)
+class RunningForward:
+    """A forward pass of a module that has not returned.
+
+    Args:
+        number: tells it from the other passes of the module.
+        given: the shapes of the hidden states that the module was given: (B, N, L) or (N, B, L), as far as that can be
+            told.
+    """
+
+    number: int
+    given: list[torch.Size]
+
+
+def _states_among(arguments: Iterable[Tensor]) -> list[torch.Size]:
+    """The shapes of hidden states; none where the first tensor of numbers is something else: queries, an image."""
+    with without_function_modes():
+        shapes = [argument.shape for argument in arguments if argument.is_floating_point() and not argument.is_nested]
+    return [shape for shape in shapes if len(shape) == 3] if shapes and len(shapes[0]) == 3 else []
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A call of a module that has not returned."""
+    """A call of a module that has not returned.
+
+    Args:
+        frame: where in memory its frame is. Frames alone are made anew at the same place.
+        arguments: the tensors it was called with, which are there as long as the call lasts.
+        mark: an empty object that torch made for this call; ``None`` where there is none, so that frame and arguments
+            must tell. They do not where a module is given the same tensors again.
+    """
 
     frame: int
     arguments: list[weakref.ref[Tensor]]
+    mark: dict[str, object] | None
 
     def is_same(self, other: _Running) -> bool:
+        if self.mark is not None or other.mark is not None:
+            return self.mark is other.mark
         if self.frame != other.frame or len(self.arguments) != len(other.arguments):
             return False
         pairs = [(mine(), theirs()) for mine, theirs in zip(self.arguments, other.arguments, strict=True)]
         return all(mine is not None and mine is theirs for mine, theirs in pairs)
+
+
+def _mark_of_call(frame: FrameType) -> dict[str, object] | None:
+    """The keyword arguments of the call of a module, which torch collects anew each time, where there are none."""
+    if frame.f_code.co_filename != _CALLS_MODULES:
+        return None
+    collected = frame.f_locals.get("kwargs")
+    return collected if isinstance(collected, dict) and not collected else None
 
 
 def _argument_tensors(frame: FrameType) -> list[Tensor]:

@@ -40,6 +40,8 @@ from lightning_attn.capture.isolation import in_backward, isolated, unheard, vie
 from lightning_attn.capture.module_tree import buffers_of, parameters_of
 from lightning_attn.capture.open_trails import OpenTrails, place_of
 from lightning_attn.capture.operation import Operation, is_opaque, name_of, tensors_among
+from lightning_attn.capture.reader import HEADS_AS_QUERIES
+from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.trail import (
     COMPUTED_CONSTANT,
     CONSTANT,
@@ -49,6 +51,7 @@ from lightning_attn.capture.trail import (
     Logits,
     LogWeights,
     Mask,
+    Ragged,
     RowLogSum,
     RowMaximum,
     RowSum,
@@ -120,7 +123,7 @@ class SoftmaxFollower:
 
     Args:
         model: the model; its weights and buffers are no activations.
-        modules: gives the modules that are computing, from the innermost outwards.
+        names: tells which modules are computing, and what they were given.
         found: called with each attention, when its weights have multiplied its values.
         channels: follows the channels of tensors, from the layers that made them.
     """
@@ -128,12 +131,13 @@ class SoftmaxFollower:
     def __init__(
         self,
         model: nn.Module,
-        modules: Callable[[], tuple[nn.Module, ...]],
+        names: SiteNames,
         found: Callable[[WrittenAttention], None],
         channels: ChannelTrail,
     ) -> None:
         self._model = model
-        self._modules = modules
+        self._modules = names.computing
+        self._given = names.given
         self._found = found
         self._trail = Trail(constants=(*parameters_of(model), *buffers_of(model)))
         self._open = OpenTrails()
@@ -181,7 +185,8 @@ class SoftmaxFollower:
 
     def _look(self, call: Operation) -> None:
         """Look closely at a call of which some operand is known, or that may be a product of two activations."""
-        if any(operand.is_nested for operand in call.operands):
+        if any(operand.is_nested for operand in call.operands) or call.first(Ragged):
+            self._see_ragged(call)
             return
         if is_opaque(call.function):
             self._look_at_opaque(call)
@@ -296,6 +301,23 @@ class SoftmaxFollower:
         operands = (product.left, product.right)
         return next((operand for operand in operands if isinstance(self._trail.get(operand), Constant)), None)
 
+    def _see_ragged(self, call: Operation) -> None:
+        """Follow nested tensors only to say of which module the attention cannot be read."""
+        found = call.first(Ragged)
+        ragged = None if found is None else found[1]
+        name = _SYNONYMS.get(call.name, call.name)
+        if is_contraction(call.function):
+            if ragged is not None and ragged.modules is not None:
+                both = tuple(module for module in ragged.modules if module in self._modules())
+                self._found(WrittenAttention.of_nested_tensors(call.operands[0].device, both))
+                return
+            is_product_of_data = not any(isinstance(followed, Constant) for followed in call.known)
+            ragged = Ragged() if ragged is None and is_product_of_data and not in_backward() else None
+        elif ragged is not None and name == "softmax":
+            ragged = Ragged(self._modules())
+        for tensor in call.results:
+            self._trail.set(tensor, ragged)
+
     # Products: of queries and keys, and of weights and values.
 
     def _see_product(self, product: Contraction, call: Operation) -> bool:
@@ -324,13 +346,20 @@ class SoftmaxFollower:
             place = place_of(self._modules(), result.shape)
             self._open.begin_logits(place, axes)
             # With a factor of 0, what is added may be memory that nobody has written.
-            factor = call.kwargs.get("beta", 1) if call.name == "baddbmm" else 0
+            factor = call.kwargs.get("beta", 1) if call.name in ("addmm", "baddbmm") else 0
             masks = (Mask(_times(call.operands[0], factor), result.shape),) if factor else ()
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
             )
-            refusal = OVER_CHANNELS if self._channels.sums_over_tokens(product) else None
-            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, refusal=refusal, place=place))
+            logits = Logits(
+                axes,
+                masks=masks,
+                without_data=without_data,
+                within_tokens=product.within_tokens(),
+                refusal=OVER_CHANNELS if self._channels.sums_over_tokens(product) else None,
+                place=place,
+            )
+            self._trail.set(result, logits)
         return True
 
     def _refuse_what_multiplies_values(
@@ -631,8 +660,17 @@ class SoftmaxFollower:
         beside_keys = [i for i, meaning in enumerate(history.axes) if meaning not in (SHARED, side)]
         alike = [i for i in beside_keys if logits.shape[i] == logits.shape[axis]]
         queries = alike[0] if len(alike) == 1 else beside_keys[-1] if beside_keys else None
-        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         refusal = history.refusal
+        if not alike and len(beside_keys) > 1:
+            given = {size for shape in self._given() for size in shape[:2]}
+            tokens = [i for i in beside_keys if logits.shape[i] in given]
+            if len(tokens) == 1:
+                queries = tokens[0]
+            else:
+                refusal = "several of its axes may be the one of the queries, and the others those of heads"
+        axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
+        if len(beside_keys) == 1 and history.within_tokens.difference({side}):
+            refusal = HEADS_AS_QUERIES
         if not beside_keys and logits.dim() > 2:
             refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
         if len(alike) > 1:

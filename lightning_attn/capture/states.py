@@ -154,6 +154,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 def _real_tokens(call: AttentionCall) -> Tensor | None:
     """The tokens that some head lets some query see, (B or 1, N); ``None`` where nothing hides any for good."""
+    if call.visibility.padding is not None:
+        return ~call.visibility.padding
     if not call.self_attention or call.visibility.is_causal_at_most:
         return None
     rows = max(1, _BLOCK_ELEMENTS // max(1, call.sequences * call.heads * call.keys))

@@ -41,6 +41,7 @@ class Logits:
         has_unseen_mask: whether something was written into it that may have been a mask.
         shift: what was subtracted from each row.
         without_data: the axes, `LEFT` or `RIGHT`, of an operand that no data went into.
+        within_tokens: the axes, `LEFT` or `RIGHT`, whose rows were parts of one token, as those of heads are.
         refusal: why it cannot be read.
         place: where the product was computed, and in what shape.
         opaque: the name of a function into which nothing can see, and through which it went.
@@ -51,6 +52,7 @@ class Logits:
     has_unseen_mask: bool = False
     shift: Tensor | None = None
     without_data: frozenset[str] = frozenset()
+    within_tokens: frozenset[str] = frozenset()
     refusal: str | None = None
     place: Place | None = None
     opaque: str | None = None
@@ -153,7 +155,20 @@ class Constant:
     is_computed: bool = False
 
 
-Followed = Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+@dataclass(frozen=True)
+class Ragged:
+    """Descends from a product of two nested tensors, whose axes have no meaning that could be followed.
+
+    Args:
+        modules: the modules that took a softmax of it; ``None`` where none was taken yet.
+    """
+
+    modules: tuple[nn.Module, ...] | None = None
+
+
+Followed = (
+    Ragged | Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+)
 
 
 CONSTANT = Constant()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
+from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
 from lightning_attn.capture.channels import REFUSAL as OVER_CHANNELS
 from lightning_attn.capture.isolation import written_to
 from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError
-from lightning_attn.capture.trail import Softmax
+from lightning_attn.capture.trail import Logits, Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
 _HIDDEN_BELOW = -3e4
@@ -45,6 +46,20 @@ class WrittenAttention:
     is_grouped: bool
     columns: slice
 
+    @classmethod
+    def of_nested_tensors(cls, device: torch.device, modules: tuple[nn.Module, ...]) -> WrittenAttention:
+        """An attention that is computed with nested tensors, of which nothing more is known."""
+        softmax = Softmax(
+            torch.empty(0, 0, device=device),
+            (QUERY, KEY),
+            Logits((LEFT, RIGHT)),
+            modules,
+            version=0,
+            refusal="it is written out with nested tensors; `scaled_dot_product_attention` can be read with them, "
+            "and so can padded tensors with a mask",
+        )
+        return cls(softmax, modules, None, False, slice(0, 0))
+
     @property
     def device(self) -> torch.device:
         """Where it was computed."""
@@ -55,6 +70,11 @@ class WrittenAttention:
         """How many rows its softmax has, whatever they are."""
         logits = self.softmax.logits
         return logits.numel() // max(1, logits.shape[self.softmax.axes.index(KEY)])
+
+    @property
+    def _sequences_and_heads(self) -> int:
+        sizes = zip(self.softmax.logits.shape, self.softmax.axes, strict=True)
+        return prod(size for size, axis in sizes if axis == SHARED)
 
     @property
     def _heads(self) -> Collection[int]:
@@ -78,6 +98,12 @@ class WrittenAttention:
             raise UnreadableError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
                 f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
+            )
+        sequence_axes = softmax.axes.count(SHARED) - len(self._heads)
+        if sequence_axes > 1 and self.rows == self._sequences_and_heads:
+            raise UnreadableError(
+                "each query has keys of its own, so that there is no matrix of all queries and keys. "
+                f"{WAY_OUT}, with all keys and a mask"
             )
         if softmax.version != written_to(softmax.logits):
             raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {WAY_OUT}")

@@ -180,6 +180,7 @@ def _shape(call: AttentionCall) -> Hashable:
         call.self_attention,
         call.soft_cap,
         call.sink_logits is None,
+        None if visibility.padding is None else object(),
     )
 
 

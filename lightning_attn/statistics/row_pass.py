@@ -110,6 +110,8 @@ class RowPass:
     @cached_property
     def _padding_BHN(self) -> Tensor | None:
         """Queries that are no tokens: in self-attention, those that nobody may see as keys."""
+        if self.call.visibility.padding is not None:
+            return self.call.visibility.padding[:, None]
         if not self.call.self_attention or self.call.visibility.is_causal_at_most:
             return None
         return ~self.seen_BHM[..., : self.call.queries]

@@ -726,26 +726,6 @@ def test_a_model_on_the_meta_device_has_shapes_but_no_attention_to_see(kind: typ
         assert not observer.snapshot()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_nested_tensors_are_refused_with_a_way_out(layout: torch.layout) -> None:
-    class Nested(nn.Module):
-        def forward(self, sequences: Tensor) -> Tensor:
-            heads = sequences.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            return functional.scaled_dot_product_attention(heads, heads, heads)
-
-    sequences = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=layout)
-    model = Nested()
-    if layout == torch.strided:  # knows no unflatten
-        model.forward = lambda x: functional.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3)  # type: ignore[method-assign]
-    observer = AttentionObserver(model)
-    with pytest.warns(AttentionWarning, match=r"'\(root\)' is not watched: nested tensors.*padded tensors"), observer:
-        output = model(sequences)
-    expected = model(sequences)
-    assert all(torch.equal(one, other) for one, other in zip(output.unbind(), expected.unbind(), strict=True))
-    assert not observer.snapshot()
-
-
 # Recording
 
 

@@ -315,7 +315,6 @@ OVER_TOKENS: list[Attend] = [
     pooled_by_letters,
     rotary,
     one_at_a_time,
-    generated_tokens,
     in_a_loop_over_heads,
 ]
 
@@ -329,6 +328,13 @@ def test_attention_over_tokens_is_seen(attend: Attend, sides: tuple[int, int], l
     with record(layers) as recording:
         layers(torch.randn(SEQUENCES, CHANNELS, *sides).to(memory_format=layout))
     assert recording.calls
+
+
+def test_tokens_that_a_layer_made_of_one_state_may_be_heads() -> None:
+    layers = Layers(generated_tokens)
+    with pytest.warns(AttentionWarning, match="lie beside each other within one token"), record(layers) as recording:
+        layers(torch.randn(SEQUENCES, CHANNELS, 2, 3))
+    assert recording.calls == []
 
 
 def linear_attention(layers: Layers, image: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from lightning_attn import AttentionCall, record
+from lightning_attn import AttentionCall, AttentionObserver, record
 
 WIDTH, HEADS = 12, 4  # an odd number of heads would never take torch's fast path
 B, N, M = 2, 5, 6
@@ -419,35 +419,86 @@ def fast_paths_taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS_TO_CALL)
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "both", "heads"])
 @pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
-def test_no_fast_path_around_a_recording(fast_paths_taken: list[str], way: str, no_gradients: type) -> None:
+def test_the_fast_path_stays_the_one_that_is_taken(
+    fast_paths_taken: list[str], way: str, mask: str, no_gradients: type
+) -> None:
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
     tokens = torch.randn(B, N, WIDTH)
+    padding, causal = torch.tensor([[False] * N, [False] * 3 + [True] * 2]), torch.ones(N, N).triu(1).bool()
+    masks: dict[str, dict[str, object]] = {
+        "none": {},
+        "causal": {"attn_mask": causal},
+        "padding": {"key_padding_mask": padding},
+        "both": {"attn_mask": causal, "key_padding_mask": padding},
+        "heads": {"attn_mask": boolean_mask(B * HEADS, N, N)},
+    }
+    arguments = {**masks[mask], **WAYS_TO_CALL[way]}
     with no_gradients():
-        expected, _ = module(tokens, tokens, tokens, **WAYS_TO_CALL[way])
-        assert fast_paths_taken.count("_native_multi_head_attention") == 1, "otherwise this test shows nothing"
-        call = only_call(module, tokens, tokens, tokens, **WAYS_TO_CALL[way])
-        assert len(fast_paths_taken) == 1
+        expected, expected_weights = module(tokens, tokens, tokens, **arguments)
+        assert fast_paths_taken == ["_native_multi_head_attention"], "otherwise this test shows nothing"
+        with record(module) as recording:
+            output, weights = module(tokens, tokens, tokens, **arguments)
+        (call,) = recording.calls
+        assert len(fast_paths_taken) == 2
+        assert torch.equal(output, expected)
+        assert weights is None or torch.equal(weights, expected_weights)
         assert_close(projected(call, module), expected, rtol=1e-4, atol=1e-5)
-        module(tokens, tokens, tokens, **WAYS_TO_CALL[way])
-    assert len(fast_paths_taken) == 2, "after the block it is as fast as before"
+        assert_close(call.weights(), reference_weights(module, tokens, tokens, tokens, **masks[mask]))
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "padding"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_no_fast_path_through_an_encoder(fast_paths_taken: list[str], mask: str) -> None:
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor")
+def test_the_fast_path_through_an_encoder_stays(fast_paths_taken: list[str], mask: str, norm_first: bool) -> None:
     """That includes packing padded sequences into nested tensors, which leaves zeros in the place of padding."""
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer_arguments(batch_first=True)), 2).eval()
+    layer = nn.TransformerEncoderLayer(**layer_arguments(batch_first=True, norm_first=norm_first))
+    encoder = nn.TransformerEncoder(layer, 2).eval()
     source, arguments = torch.randn(B, N, WIDTH), encoder_arguments(mask)
     with torch.no_grad():
         alone = encoder(source, **arguments)
         assert fast_paths_taken == ["_transformer_encoder_layer_fwd"] * 2, "otherwise this test shows nothing"
         with record(encoder) as recording:
             output = encoder(source, **arguments)
-    assert len(fast_paths_taken) == 2
+    assert len(fast_paths_taken) == 4
+    assert torch.equal(output, alone)
     assert recording.sites == ("layers.0.self_attn", "layers.1.self_attn")
-    tokens = ~arguments.get("src_key_padding_mask", torch.zeros(B, N, dtype=torch.bool))
-    assert_close(output[tokens], alone[tokens], rtol=1e-4, atol=1e-5)
+    with record(encoder) as plainly:  # gradients keep it off the fast path
+        encoder(source, **arguments)
+    for fast, plain in zip(recording.calls, plainly.calls, strict=True):
+        tokens = plain.logits()[1].any(2).any(1)
+        tokens_BHN = tokens[:, None].expand(-1, HEADS, -1)
+        assert_close(fast.weights()[tokens_BHN], plain.weights()[tokens_BHN])
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "padding"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor")
+def test_every_statistic_is_the_same_on_the_fast_path(mask: str, norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(**layer_arguments(batch_first=True, norm_first=norm_first))
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    source, arguments = torch.randn(B, N, WIDTH), encoder_arguments(mask)
+    snapshots = []
+    for gradients in (False, True):
+        observer = AttentionObserver(encoder, strict=True, spectral_sequences=None)
+        with observer, torch.set_grad_enabled(gradients):
+            encoder(source, **arguments)
+        snapshots.append(observer.snapshot())
+    fast, plain = snapshots
+    assert fast.sites == plain.sites
+    assert all(plain[site, "similarity_contraction"][0] is not None for site in plain.sites)
+    assert_close(fast.values, plain.values, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_another_mode_keeps_the_fast_path_closed_as_it_does_unwatched(fast_paths_taken: list[str]) -> None:
+    module, tokens = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval(), torch.randn(B, N, WIDTH)
+    asked = torch.overrides.has_torch_function
+    with torch.no_grad(), torch.device("cpu"), record(module) as recording:
+        module(tokens, tokens, tokens)
+    assert fast_paths_taken == []
+    assert len(recording.calls) == 1
+    assert torch.overrides.has_torch_function is asked
 
 
 # The other layers of nn.Transformer
@@ -491,3 +542,25 @@ def test_whole_transformer() -> None:
         "decoder.layers.1.multihead_attn",
     )
     assert [(call.queries, call.keys) for call in recording.calls] == [(M, M), (M, M), (N, N), (N, M), (N, N), (N, M)]
+
+
+def test_an_additive_mask_on_the_fast_path_hides_what_is_not_zero_as_torch_has_it() -> None:
+    layer = nn.TransformerEncoderLayer(**layer_arguments(batch_first=True)).eval()
+    tokens, bias = torch.randn(B, N, WIDTH), torch.full((N, N), -2.0).triu(1)
+    with torch.no_grad():
+        assert torch.equal(layer(tokens, bias), layer(tokens, bias != 0)), "otherwise torch has changed"
+        with record(layer) as recording:
+            layer(tokens, bias)
+    assert torch.equal(recording.calls[0].logits()[1], (bias == 0).expand(B, HEADS, N, N))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_two_observers_leave_the_fast_path_as_it_is() -> None:
+    """With nested tensors there is no other."""
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    tokens = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])
+    observers = [AttentionObserver(module, statistics="entropy") for _ in range(2)]
+    with torch.no_grad(), observers[0], observers[1]:
+        module(tokens, tokens, tokens, need_weights=False)
+    first, second = (observer.snapshot() for observer in observers)
+    assert first.to_dict() == second.to_dict() != {}

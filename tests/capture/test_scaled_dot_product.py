@@ -9,7 +9,9 @@ import math
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,10 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from lightning_attn import AttentionCall, record
+from lightning_attn import AttentionCall, AttentionObserver, record
+from lightning_attn.capture.isolation import isolated
+from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.scaled_dot_product import read
 
 INF = math.inf
 N, M = 5, 7
@@ -405,6 +410,122 @@ def test_as_many_queries_as_keys_are_taken_for_self_attention(queries: int, keys
 def test_a_mask_that_torch_refuses_is_refused_by_torch() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         run(random(1, 2, N, 8), random(1, 2, M, 8), random(1, 2, M, 8), random_mask(3, 1, N, M))
+
+
+# Nested tensors: what is seen of each sequence is what a call of it alone would be.
+
+LENGTHS = (3, 5, 1, 4)
+OTHER_LENGTHS = (2, 4, 6, 5)
+nested_tensors = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+
+def nested(lengths: tuple[int, ...], heads: int, width: int, layout: torch.layout) -> Tensor:
+    """(B, H, ragged, D)."""
+    tokens = torch.nested.nested_tensor([random(length, heads * width) for length in lengths], layout=layout)
+    heads_first = tokens.view(len(lengths), -1, heads, width).transpose(1, 2)
+    return heads_first.contiguous() if layout == torch.strided else heads_first
+
+
+def assert_each_sequence_is_seen(
+    call: AttentionCall, query: Tensor, key: Tensor, is_causal: bool = False, sequences: int = len(LENGTHS)
+) -> None:
+    visible_BHNM = call.logits()[1]
+    assert call.visibility.padding is not None
+    for number, (of_query, of_key) in enumerate(zip(query.unbind(), key.unbind(), strict=True)):
+        if number == sequences:
+            break
+        queries, keys = of_query.shape[-2], of_key.shape[-2]
+        expected = dense_weights(of_query, of_key, is_causal=is_causal)
+        weights_HNM = call.weights()[number, :, :queries, :keys].double()
+        assert_close(weights_HNM, expected.reshape(weights_HNM.shape), rtol=1e-5, atol=1e-6)
+        assert not visible_BHNM[number, :, queries:].any()
+        assert not visible_BHNM[number, :, :, keys:].any()
+        assert call.visibility.padding[number].tolist() == [False] * queries + [True] * (call.queries - queries)
+    assert call.sequences == sequences
+
+
+@nested_tensors
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize(("key_lengths", "is_self"), [(LENGTHS, True), (OTHER_LENGTHS, False), ((5, 1, 3, 4), False)])
+@pytest.mark.parametrize("max_sequences", [None, 2])
+def test_nested_tensors(
+    layout: torch.layout, key_lengths: tuple[int, ...], is_self: bool, max_sequences: int | None
+) -> None:
+    query = nested(LENGTHS, 2, 8, layout)
+    key, value = nested(key_lengths, 2, 8, layout), nested(key_lengths, 2, 8, layout)
+    with record(model := Attention(), max_sequences=max_sequences) as recording:
+        output = model(query, key, value)
+    (call,) = recording.calls
+    assert call.self_attention == is_self
+    assert_each_sequence_is_seen(call, query, key, sequences=max_sequences or len(LENGTHS))
+    assert call.queries == max(LENGTHS[:max_sequences])  # no more than what is wanted
+    for number, of_sequence in enumerate(output.unbind()[:max_sequences]):
+        assert_close(call.output()[number, :, : LENGTHS[number]], of_sequence, rtol=0, atol=1e-5)
+
+
+@nested_tensors
+def test_nested_tensors_that_are_causal_grouped_or_have_holes() -> None:
+    """torch computes these on an accelerator alone, so that the arguments are read without the call."""
+    query, key = nested(LENGTHS, 4, 8, torch.jagged), nested(LENGTHS, 2, 8, torch.jagged)
+    arguments = {"is_causal": True, "enable_gqa": True}
+    with isolated(torch.device("cpu")):
+        call = read((query, key, key), arguments, Sampling("site", with_values=True))
+    assert call.key.shape[1] == 2
+    assert_each_sequence_is_seen(call, query, key, is_causal=True)
+    values, offsets, lengths = random(10, 2, 8), torch.tensor([0, 4, 10]), torch.tensor([3, 5])
+    with_holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths).transpose(1, 2)
+    with isolated(torch.device("cpu")):
+        call = read((with_holes, with_holes, with_holes), {}, Sampling("site"))
+    assert_each_sequence_is_seen(call, with_holes, with_holes, sequences=2)
+
+
+@nested_tensors
+def test_nested_tensors_of_one_head() -> None:
+    tokens = torch.nested.nested_tensor([random(length, 8) for length in LENGTHS])
+    output, call = run(tokens, tokens, tokens)
+    assert_each_sequence_is_seen(call, tokens, tokens)
+    assert call.heads == 1
+    assert_close(call.output()[1, 0, :5], output.unbind()[1], rtol=0, atol=1e-5)
+
+
+@nested_tensors
+def test_nested_tensors_of_whole_sequences_are_sequences() -> None:
+    """torch hands what is inside to its dense function."""
+    parts = [random(count, 2, N, 8) for count in (2, 1, 3)]
+    tensor = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    output, call = run(tensor, tensor, tensor)
+    assert (call.sequences, call.heads, call.queries) == (6, 2, N)
+    assert call.visibility.padding is None
+    assert_same_weights(call, dense_weights(torch.cat(parts), torch.cat(parts)))
+    assert_same_output(call, output.values())
+
+
+@nested_tensors
+@pytest.mark.parametrize("statistic", ["entropy", "hidden_row_share", "max_weight", "marginal_gap", "sink_strength"])
+@pytest.mark.parametrize("key_lengths", [LENGTHS, OTHER_LENGTHS])
+def test_padding_of_nested_tensors_is_in_no_statistic(statistic: str, key_lengths: tuple[int, ...]) -> None:
+    query, key = nested(LENGTHS, 2, 8, torch.jagged), nested(key_lengths, 2, 8, torch.jagged)
+    observer = AttentionObserver(Attention(), statistics=statistic, strict=True)
+    with observer:
+        observer.model(query, key, key)
+    alone: list[list[reference.Head]] = [[], []]
+    for of_query, of_key in zip(query.unbind(), key.unbind(), strict=True):
+        logits = (of_query.double() @ of_key.double().transpose(-1, -2) / math.sqrt(8)).numpy()
+        for head in range(2):
+            visible = np.ones_like(logits[head], dtype=bool)
+            alone[head].append(reference.Head(logits[head], visible, key_lengths == LENGTHS, None))
+    expected = reference.head_values(statistic, alone)
+    assert observer.snapshot()["(root)", statistic] == pytest.approx(expected, rel=1e-4)
+
+
+@nested_tensors
+def test_nested_tensors_with_a_mask_or_of_other_shapes_are_refused_with_a_way_out() -> None:
+    query = nested(LENGTHS, 2, 8, torch.strided)
+    with pytest.raises(UnreadableError, match="a mask of their own; pad them"):
+        read((query, query, query, torch.ones(5, 5)), {}, Sampling("site"))
+    ragged = torch.nested.nested_tensor([random(2, 3, 8), random(4, 3, 8)])
+    with pytest.raises(UnreadableError, match="more than the number of tokens; pad them"):
+        read((ragged, ragged, ragged), {}, Sampling("site"))
 
 
 # Anything

@@ -82,6 +82,14 @@ def by_bmm_through_four_dimensions(site: Site, query: Tensor, key: Tensor, value
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, (SEQUENCES, HEADS))
 
 
+def by_addmm(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One matrix after the other, each with its mask."""
+    hidden = torch.zeros(TOKENS, TOKENS).masked_fill(~CAUSAL, -1e9)
+    pairs = zip(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), strict=True)
+    each = [torch.addmm(hidden, q, k.T, alpha=1 / math.sqrt(WIDTH)).softmax(-1) @ v for q, k, v in pairs]
+    return torch.stack(each).unflatten(0, (SEQUENCES, HEADS))
+
+
 def by_einsum(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = torch.einsum("bhid,bhjd->bhij", query, key) / math.sqrt(WIDTH)
     return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), value)
@@ -317,6 +325,16 @@ def test_three_dimensions_are_sequences_of_one_head() -> None:
     call, output = only_call(Model(by_bmm), tokens())
     assert (call.sequences, call.heads) == (SEQUENCES * HEADS, 1)
     torch.testing.assert_close(call.output()[:, 0], output.detach().flatten(0, 1), rtol=0, atol=1e-5)
+
+
+def test_matrices_one_after_the_other_are_each_a_sequence_of_one_head() -> None:
+    model, source = Model(by_addmm), tokens()
+    with record(model) as recording:
+        output = model(source)
+    assert len(recording.calls) == SEQUENCES * HEADS
+    for call, expected in zip(recording.calls, output.detach().flatten(0, 1), strict=True):
+        assert torch.equal(call.logits()[1][0, 0], CAUSAL)
+        torch.testing.assert_close(call.output()[0, 0], expected, rtol=0, atol=1e-5)
 
 
 # What is beside the logits, or becomes of the weights.
@@ -627,16 +645,19 @@ def test_a_loop_over_heads_is_one_call_of_all_heads(attend: Attend, passes: int)
     torch.testing.assert_close(looped.values, expected.values, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("error::lightning_attn.AttentionWarning")
 def test_the_same_input_again_is_another_pass_not_another_head() -> None:
     def one_head(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return scores_of(query[:, :1], key[:, :1]).softmax(-1) @ value[:, :1]
 
     model, source = Model(one_head), tokens()
-    observer = AttentionObserver(model)
-    with observer:
-        model(source)
-        model(source)
-    assert observer.snapshot().heads == {"attention": 1}
+    for blocks in (1, 2):
+        observer = AttentionObserver(model)
+        for _ in range(blocks):
+            with observer:
+                for _ in range(2 // blocks):
+                    model(source)
+        assert observer.snapshot().heads == {"attention": 1}
 
 
 @pytest.mark.parametrize("attend", [masked_fill, sinks_in_the_last_column, exponentials_over_sum, weighted_sum])

@@ -578,7 +578,14 @@ def exponentials_masked(model: Model, source: Tensor) -> Tensor:
     return (exponentials / exponentials.sum(-1, keepdim=True)) @ value
 
 
+def ragged(model: Model, source: Tensor) -> Tensor:
+    nested = torch.nested.nested_tensor([source[0], source[1, :3]])
+    weights = torch.matmul(model.query(nested), model.key(nested).transpose(1, 2)).softmax(-1)
+    return torch.matmul(weights, model.value(nested))
+
+
 REFUSED: dict[Attend, str] = {
+    ragged: "written out with nested tensors; `scaled_dot_product_attention` can be read",
     window_of_every_query: "which axes are heads and queries",
     single_query: "which axes are heads and queries",
     chunks: "which of them are heads",
@@ -588,6 +595,7 @@ REFUSED: dict[Attend, str] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("attend", REFUSED, ids=lambda attend: attend.__name__)
 def test_what_cannot_be_read_is_refused_by_name(attend: Attend) -> None:
     model, source = Model(attend), tokens()
@@ -682,12 +690,6 @@ def gradient_by_a_transform(model: Model, source: Tensor) -> Tensor:
     return torch.func.grad(loss)(model.query.weight)
 
 
-def ragged(model: Model, source: Tensor) -> Tensor:
-    nested = torch.nested.nested_tensor([source[0], source[1, :3]])
-    weights = torch.matmul(model.query(nested), model.key(nested).transpose(1, 2)).softmax(-1)
-    return torch.matmul(weights, model.value(nested))
-
-
 NOT_SEEN: list[Attend] = [
     router_after_linear_attention,
     cosine_router,
@@ -696,7 +698,6 @@ NOT_SEEN: list[Attend] = [
     pointer,
     policy_gradient,
     gradient_by_a_transform,
-    ragged,
     router_of_embedded_experts,
     router_of_projected_experts,
     codebook_through_a_layer,
@@ -705,7 +706,6 @@ NOT_SEEN: list[Attend] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("attend", NOT_SEEN, ids=lambda attend: attend.__name__)
 def test_what_is_not_attention_stays_out(attend: Attend) -> None:
     model, source = Model(attend), tokens()
@@ -760,7 +760,7 @@ def test_snapshots_are_those_of_the_fused_function(mask: Tensor | None, dtype: t
 
 
 @pytest.mark.filterwarnings("ignore::lightning_attn.AttentionWarning", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("attend", [*SEEN, *NOT_SEEN], ids=lambda attend: attend.__name__)
+@pytest.mark.parametrize("attend", [*SEEN, *REFUSED, *NOT_SEEN], ids=lambda attend: attend.__name__)
 def test_outputs_gradients_and_random_numbers_are_bit_identical(attend: Attend) -> None:
     model, source = Model(attend), tokens().requires_grad_()
 

@@ -88,6 +88,8 @@ class Attention:
         output_BNX: what the model computed, all heads of a token beside each other; ``None`` where it cannot be had.
         sink_logits_H: one logit more per head, which takes weight and gives nothing.
         self_attention: whether query ``i`` and key ``i`` are the same token.
+        padding_BN: true where a query is no token, where visibility does not tell.
+        is_of_loop: whether it is one head of a loop over the heads of its site.
     """
 
     site: str
@@ -96,6 +98,8 @@ class Attention:
     output_BNX: Tensor | None = None
     sink_logits_H: Tensor | None = None
     self_attention: bool = True
+    padding_BN: Tensor | None = None
+    is_of_loop: bool = False
 
     @property
     def visible_BHNM(self) -> Tensor:
@@ -114,7 +118,16 @@ class Attention:
         logits, visible = self.logits_BHNM.numpy(), self.visible_BHNM.numpy()
         sinks = [None] * logits.shape[1] if self.sink_logits_H is None else self.sink_logits_H.tolist()
         return [
-            [reference.Head(logits[b, h], visible[b, h], self.self_attention, sinks[h]) for b in range(len(logits))]
+            [
+                reference.Head(
+                    logits[b, h],
+                    visible[b, h],
+                    self.self_attention,
+                    sinks[h],
+                    padding=None if self.padding_BN is None else self.padding_BN[b].numpy(),
+                )
+                for b in range(len(logits))
+            ]
             for h in range(logits.shape[1])
         ]
 
