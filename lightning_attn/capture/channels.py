@@ -79,7 +79,7 @@ class ChannelTrail:
                 return
         with without_function_modes():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_nested:
                     self._set(tensor, _Made(sources, function) if layer is None else _OfLayer(layer))
 
     def follow_product(self, product: Contraction, result: Tensor, constant: Tensor | None) -> None:
@@ -154,7 +154,7 @@ class ChannelTrail:
         try:
             made.shape, made.strides = tensor.shape, tensor.stride()
             made.storage = tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # nested, sparse, and tensors of a `torch.func` transform
+        except (NotImplementedError, RuntimeError):  # sparse tensors and those of a `torch.func` transform
             return
         if made.way > _LONGEST_WAY:
             made.settle()

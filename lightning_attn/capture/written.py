@@ -50,6 +50,12 @@ class WrittenAttention:
         return self.softmax.logits.device
 
     @property
+    def _queries(self) -> int:
+        """How many queries a sequence has."""
+        axes = self.softmax.axes
+        return self.softmax.logits.shape[axes.index(QUERY)] if QUERY in axes else 1
+
+    @property
     def _heads(self) -> Collection[int]:
         """Which of the shared axes are heads. A single one holds sequences, of one head each."""
         if self.softmax.heads is not None:
@@ -66,7 +72,10 @@ class WrittenAttention:
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
             raise UnreadableError(softmax.refusal)
-        if softmax.axes.count(SHARED) > 2 and not self.is_grouped and softmax.heads is None:
+        # Axes that are known not to be heads are windows, but for a single query: it may be one of many, each with keys
+        # of its own.
+        is_told = softmax.heads is not None and self._queries > 1
+        if softmax.axes.count(SHARED) > 2 and not self.is_grouped and not is_told:
             raise UnreadableError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
                 "cannot be told"
