@@ -270,8 +270,13 @@ def _axes_by_strides(
         return axes
     # An axis of one element has a stride that means nothing.
     known = [place for place in zip(of_strides, of_shape, axes, strict=True) if place[1] > 1]
+    same = {(stride, size): axis for stride, size, axis in known}  # most axes are only put elsewhere
     return tuple(
-        meaning_of_stride(stride, size, known, PLACE) if size > 1 else PLACE
+        PLACE
+        if size == 1
+        else same[stride, size]
+        if (stride, size) in same
+        else meaning_of_stride(stride, size, known, PLACE)
         for stride, size in zip(strides, shape, strict=True)
     )
 
