@@ -79,7 +79,7 @@ class ChannelTrail:
                 return
         with without_function_modes():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_nested:
                     self._set(tensor, _Made(sources, function) if layer is None else _OfLayer(layer))
 
     def follow_product(self, product: Contraction, result: Tensor, constant: Tensor | None) -> None:
@@ -154,7 +154,7 @@ class ChannelTrail:
         try:
             made.shape, made.strides = tensor.shape, tensor.stride()
             made.storage = tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # nested, sparse, and tensors of a `torch.func` transform
+        except (NotImplementedError, RuntimeError):  # sparse tensors and those of a `torch.func` transform
             return
         if made.way > _LONGEST_WAY:
             made.settle()
@@ -270,8 +270,13 @@ def _axes_by_strides(
         return axes
     # An axis of one element has a stride that means nothing.
     known = [place for place in zip(of_strides, of_shape, axes, strict=True) if place[1] > 1]
+    same = {(stride, size): axis for stride, size, axis in known}  # most axes are only put elsewhere
     return tuple(
-        meaning_of_stride(stride, size, known, PLACE) if size > 1 else PLACE
+        PLACE
+        if size == 1
+        else same[stride, size]
+        if (stride, size) in same
+        else meaning_of_stride(stride, size, known, PLACE)
         for stride, size in zip(strides, shape, strict=True)
     )
 

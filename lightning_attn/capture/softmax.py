@@ -153,10 +153,9 @@ class SoftmaxFollower:
             if is_contraction(function):
                 factors = known[:2] if function is functional.linear else known[-2:]
                 if CONSTANT in factors and None in factors:
-                    if function is not functional.linear:
-                        self._follow_layer(
-                            Operation(name_of(function), function, args, kwargs, operands, known, result)
-                        )
+                    if function is not functional.linear and isinstance(result, Tensor):
+                        with unheard():
+                            self._follow_channels(contraction(function, args, kwargs), result)
                     return
             elif None in known:
                 written = result is operands[0] or function is Tensor.__setitem__
@@ -192,13 +191,12 @@ class SoftmaxFollower:
             self._look_at_opaque(call)
             return
         product = contraction(call.function, call.args, call.kwargs)
-        if product is not None:
-            if self._meet_replaced_parameters(call):
-                call = replace(call, known=[self._trail.get(operand) for operand in call.operands])
-            if call.function is not functional.linear:
-                self._channels.follow_product(product, call.results[0], self._constant_of(product))
-            if self._see_product(product, call):
-                return
+        if product is not None and self._meet_replaced_parameters(call):
+            call = replace(call, known=[self._trail.get(operand) for operand in call.operands])
+        if call.function is not functional.linear and call.results:  # that is a layer, which is followed already
+            self._follow_channels(product, call.results[0])
+        if product is not None and self._see_product(product, call):
+            return
         for tensor in call.results:
             self._trail.set(tensor, None)  # what was computed in place is something else now
         if call.function in _TAKE_THE_SHAPE:
@@ -290,16 +288,13 @@ class SoftmaxFollower:
             softmax.refusal = refusal
             self._find(Weights((softmax,), softmax.axes), logits, None)
 
-    def _follow_layer(self, call: Operation) -> None:
-        """Follow the channels of a layer that is written out as a product with a weight."""
-        product = contraction(call.function, call.args, call.kwargs)
-        if product is not None and call.results:
-            self._channels.follow_product(product, call.results[0], self._constant_of(product))
-
-    def _constant_of(self, product: Contraction) -> Tensor | None:
-        """The operand of a product that no data went into."""
+    def _follow_channels(self, product: Contraction | None, result: Tensor) -> None:
+        """Follow the channels of a product's operands; one with a weight is a layer that is written out."""
+        if product is None or result.is_nested:
+            return
         operands = (product.left, product.right)
-        return next((operand for operand in operands if isinstance(self._trail.get(operand), Constant)), None)
+        constant = next((operand for operand in operands if isinstance(self._trail.get(operand), Constant)), None)
+        self._channels.follow_product(product, result, constant)
 
     def _see_ragged(self, call: Operation) -> None:
         """Follow nested tensors only to say of which module the attention cannot be read."""

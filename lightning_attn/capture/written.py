@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +71,10 @@ class WrittenAttention:
         return logits.numel() // max(1, logits.shape[self.softmax.axes.index(KEY)])
 
     @property
-    def _sequences_and_heads(self) -> int:
-        sizes = zip(self.softmax.logits.shape, self.softmax.axes, strict=True)
-        return prod(size for size, axis in sizes if axis == SHARED)
+    def _queries(self) -> int:
+        """How many queries a sequence has."""
+        axes = self.softmax.axes
+        return self.softmax.logits.shape[axes.index(QUERY)] if QUERY in axes else 1
 
     @property
     def _heads(self) -> Collection[int]:
@@ -99,8 +99,7 @@ class WrittenAttention:
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
                 f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
             )
-        sequence_axes = softmax.axes.count(SHARED) - len(self._heads)
-        if sequence_axes > 1 and self.rows == self._sequences_and_heads:
+        if self._queries == 1 and softmax.axes.count(SHARED) - len(self._heads) > 1:
             raise UnreadableError(
                 "each query has keys of its own, so that there is no matrix of all queries and keys. "
                 f"{WAY_OUT}, with all keys and a mask"

@@ -549,6 +549,13 @@ def window_of_every_query(model: Model, source: Tensor) -> Tensor:
     return torch.einsum("bhnw,bhndw->bhnd", weights, value)
 
 
+def windows_of_one_query(model: Model, source: Tensor) -> Tensor:
+    """The queries are one of the axes beside the heads."""
+    query, key, value = model.heads(source)
+    key, value = (functional.pad(part, (0, 0, 1, 1)).unfold(2, 3, 1) for part in (key, value))
+    return (query[..., None, :] @ key / 2).softmax(-1) @ value.mT
+
+
 def single_query(model: Model, source: Tensor) -> Tensor:
     query, key, value = model.heads(source)
     weights = torch.einsum("bhd,bhnd->bhn", query[:, :, -1], key).softmax(-1)
@@ -587,6 +594,7 @@ def ragged(model: Model, source: Tensor) -> Tensor:
 REFUSED: dict[Attend, str] = {
     ragged: "written out with nested tensors; `scaled_dot_product_attention` can be read",
     window_of_every_query: "which axes are heads and queries",
+    windows_of_one_query: "each query has keys of its own",
     single_query: "which axes are heads and queries",
     chunks: "which of them are heads",
     gumbel: "drawn at random",

@@ -110,7 +110,7 @@ def keys_of_every_query(model: Model, tell: Tell, query: Tensor, key: Tensor, va
 
 
 def chunks(model: Model, tell: Tell, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    query, key, value = (part.unflatten(2, (-1, 2)) for part in (query, key, value))
+    query, key, value = (torch.randn(part.shape).unflatten(2, (-1, 2)) for part in (query, key, value))  # of no layer
     tell(*(part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)))
     return scores_of(query, key).softmax(-1) @ value
 

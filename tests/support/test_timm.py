@@ -415,7 +415,7 @@ def cells(
 BLOCKS = "blocks.*.attn"
 MIXED_HEADS = Seen("the softmax itself, of mixed logits", with_values=False, warning="changes its weights after the")
 CHANNELS = Refused(CHANNELS_REFUSED, "it attends over channels; choose `sites` without it")
-BESIDE_CHANNELS = Seen("attention over channels is refused by name", warning=CHANNELS_REFUSED)
+BESIDE_CHANNELS = Seen("what attends over channels is refused by name", warning=CHANNELS_REFUSED)
 
 CELLS = [
     *cells("ViT, DeiT", vit(), truth_of_vit, BLOCKS),
