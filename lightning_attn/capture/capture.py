@@ -156,7 +156,7 @@ class Capture:
             def read(sampling: Sampling) -> AttentionCall:
                 raise UnreadableError(f"it is computed in {name!r}, which `torch.jit` compiled. {WAY_OUT}")
 
-            self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
+            self._take(self._names.computing(), read, lambda: torch.device("cpu"))
 
     def _following(self, see: Callable[..., None], *seen: Any) -> None:
         """Let the follower see something; where that fails, do without it."""
