@@ -152,15 +152,15 @@ class SoftmaxFollower:
                         self._trail.write_data(operands[0])
                 elif function in _TAKE_THE_SHAPE and isinstance(result, Tensor):
                     self._trail.set(result, CONSTANT)
+                elif function in _SOFTMAXES and self._open.has_logits:
+                    with unheard():
+                        self._see_softmax_of_unknown(
+                            Operation("softmax", function, args, kwargs, operands, known, result)
+                        )
                 elif len(known) > 1 and is_opaque(function):
                     with unheard():
                         self._see_opaque_product(
                             Operation(name_of(function), function, args, kwargs, operands, known, result)
-                        )
-                elif self._open.has_logits and function in _SOFTMAXES:
-                    with unheard():
-                        self._see_softmax_of_unknown(
-                            Operation("softmax", function, args, kwargs, operands, known, result)
                         )
                 return
         with unheard():
