@@ -176,9 +176,11 @@ class Capture:
         if self._scripts.attends(called):
 
             def read(sampling: Sampling) -> AttentionCall:
-                raise UnreadableError(f"it is computed in {name!r}, which `torch.jit` compiled. {WAY_OUT}")
+                raise UnreadableError(
+                    f"it is computed in {name!r}, which `torch.jit` compiled; as it was before, it is seen. {WAY_OUT}"
+                )
 
-            self._take(self._names.computing(), read, lambda: device_of((*args, *kwargs.values())))
+            self._take(self._names.computing(), read, lambda: torch.device("cpu"))
 
     def _following(self, see: Callable[..., None], *seen: Any) -> None:
         """Let the follower see something; where that fails, do without it."""

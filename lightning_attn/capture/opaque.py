@@ -19,7 +19,9 @@ from lightning_attn.capture.isolation import apply_of_functions, call_of_scripts
 Hear = Callable[[Any, tuple[Any, ...], dict[str, Any], object], None]
 
 #: What a script calls that is an attention, whole.
-_WHOLE_ATTENTION = re.compile(r"aten::(scaled_dot_product_attention|_native_multi_head_attention)\(")
+_WHOLE_ATTENTION = re.compile(
+    r"aten::(scaled_dot_product_attention|_native_multi_head_attention|_transformer_encoder_layer_fwd)\("
+)
 #: And the products of one that is written out; layers are `aten::linear`.
 _PRODUCTS = re.compile(r"aten::(matmul|bmm|baddbmm|einsum)\(")
 

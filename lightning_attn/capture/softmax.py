@@ -64,6 +64,8 @@ from lightning_attn.capture.written import WrittenAttention
 
 #: How far from the softmax of their logits weights may be that no softmax function computed.
 _TOLERANCE = 1e-2
+#: How alike two products are of which one is of low precision.
+_SIMILARITY_OF_PRODUCTS = 0.99
 #: So many rows are looked at to tell whether they are.
 _CHECKED_ROWS = 8
 
@@ -165,10 +167,15 @@ class SoftmaxFollower:
                         self._trail.write_data(operands[0])
                 elif function in _TAKE_THE_SHAPE and isinstance(result, Tensor):
                     self._trail.set(result, CONSTANT)
-                elif self._open.has_logits and function in _SOFTMAXES:
+                elif function in _SOFTMAXES and self._open.has_logits:
                     with unheard():
                         self._see_softmax_of_unknown(
                             Operation("softmax", function, args, kwargs, operands, known, result)
+                        )
+                elif len(known) > 1 and is_opaque(function):
+                    with unheard():
+                        self._see_opaque_product(
+                            Operation(name_of(function), function, args, kwargs, operands, known, result)
                         )
                 return
         with unheard():
@@ -178,7 +185,7 @@ class SoftmaxFollower:
         """Look at one call of a function into which nothing can see, or not into all of it, and at its result."""
         operands = tensors_among(args, kwargs)
         known = [self._trail.get(operand) for operand in operands]
-        if known.count(None) < len(known):
+        if known.count(None) < len(known) or known.count(None) > 1:
             with unheard():
                 self._look_at_opaque(Operation(name, _nothing_is_known, args, kwargs, operands, known, result))
 
@@ -241,6 +248,7 @@ class SoftmaxFollower:
         logits, weights = call.first(Logits), call.first(Weights)
         if not logits and not weights:
             self._keep(call)
+            self._see_opaque_product(call)
             return
         if self._see_values_go_in(call, logits, weights):
             return
@@ -254,6 +262,18 @@ class SoftmaxFollower:
         for result, followed in zip(call.results, kept, strict=True):
             if isinstance(followed, Logits):
                 self._trail.set(result, replace(followed, has_unseen_mask=True, opaque=call.name))
+
+    def _see_opaque_product(self, call: Operation) -> None:
+        """Begin to follow what turns out to be a product of two activations, as of a kernel of low precision."""
+        factors = [o for o, k in zip(call.operands, call.known, strict=True) if k is None and o.is_floating_point()]
+        if len(factors) != 2 or len(call.results) != 1 or self._trail.get(call.results[0]) is not None or in_backward():
+            return
+        result, (left, right) = call.results[0], factors
+        axes = (SHARED,) * (result.dim() - 2) + (LEFT, RIGHT)
+        if any(_is_product(result, left, other) for other in (right, right.mT if right.dim() > 1 else right)):
+            place = place_of(self._modules(), result.shape)
+            self._open.begin_logits(place, axes)
+            self._trail.set(result, Logits(axes, has_unseen_mask=True, place=place, opaque=call.name))
 
     def _see_values_go_in(
         self, call: Operation, logits: tuple[Tensor, Logits] | None, weights: tuple[Tensor, Weights] | None
@@ -804,6 +824,19 @@ class SoftmaxFollower:
 
 def _nothing_is_known(*_: Any) -> None:
     """Stands for a function that torch does not tell."""
+
+
+def _is_product(result: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Whether numbers are those of a product times a factor, nearly: quantised ones are some per cent off."""
+    if min(left.dim(), right.dim(), result.dim()) < 2 or left.shape[:-2] != right.shape[:-2]:
+        return False
+    if result.shape != (*left.shape[:-1], right.shape[-1]) or left.shape[-1] != right.shape[-2] or 0 in result.shape:
+        return False
+    with isolated(result.device):
+        last = (-1,) * (result.dim() - 2)
+        left_RD, right_DM, found_RM = left[last][-_CHECKED_ROWS:], right[last], result[last][-_CHECKED_ROWS:]
+        expected, found = (left_RD.float() @ right_DM.float()).flatten(), found_RM.float().flatten()
+        return bool(functional.cosine_similarity(expected, found, dim=0) > _SIMILARITY_OF_PRODUCTS)
 
 
 def _may_be_weights(tensor: Tensor) -> bool:

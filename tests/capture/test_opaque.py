@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,11 @@ def normalised(codes: Tensor) -> Tensor:
 
 
 @torch.jit.script
+def mixed(first: Tensor, second: Tensor) -> Tensor:
+    return first * second + first
+
+
+@torch.jit.script
 def weigh(weights: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(weights, value)
 
@@ -89,6 +95,11 @@ def weigh(weights: Tensor, value: Tensor) -> Tensor:
 @torch.library.custom_op("lightning_attn_tests::halved", mutates_args=())
 def halved(scores: Tensor) -> Tensor:
     return scores / 2
+
+
+@torch.library.custom_op("lightning_attn_tests::scores", mutates_args=())
+def scores_by_an_operator(query: Tensor, key: Tensor) -> Tensor:
+    return query @ key.mT
 
 
 halved.register_autograd(lambda ctx, gradient: gradient / 2)
@@ -119,6 +130,21 @@ class HalvedInSight(Halved):
     @staticmethod
     def forward(ctx: object, scores: Tensor) -> Tensor:
         return scores / 2
+
+
+class RoundedProduct(torch.autograd.Function):
+    """As products of low precision are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key)
+        with torch._C.DisableTorchFunction():
+            return (query.bfloat16() @ key.mT.bfloat16()).float() / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = ctx.saved_tensors
+        return gradient @ key / 2, (gradient.mT @ query / 2).sum_to_size(key.shape)
 
 
 class SoftmaxInSight(torch.autograd.Function):
@@ -226,11 +252,33 @@ def everything_in_functions(model: Model, query: Tensor, key: Tensor, value: Ten
     return weights @ Halved.apply(value)
 
 
+def product_in_a_function(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return RoundedProduct.apply(query, key).softmax(-1) @ value
+
+
+def product_in_an_operator(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with torch.no_grad():
+        return scores_by_an_operator(query, key).softmax(-1) @ value
+
+
+def product_in_a_script(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return weigh(query, key.mT).masked_fill(~CAUSAL, -1e9).softmax(-1) @ value
+
+
 def softmax_in_sight(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return SoftmaxInSight.apply(scores_of(query, key)) @ value
 
 
-WHOLE = [by_operators, fused_by_its_name, dropped_in_a_script, everything_in_functions, softmax_in_sight]
+WHOLE = [
+    by_operators,
+    fused_by_its_name,
+    dropped_in_a_script,
+    everything_in_functions,
+    softmax_in_sight,
+    product_in_a_function,
+    product_in_an_operator,
+    product_in_a_script,
+]
 
 
 @pytest.mark.filterwarnings("error::lightning_attn.AttentionWarning")
@@ -327,6 +375,15 @@ def scripted_router(model: Model, query: Tensor, key: Tensor, value: Tensor) -> 
     return shares @ value[:, :, :4]
 
 
+def mixture_in_a_script(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A script of two activations that is no product of them."""
+    return mixed(query[..., :TOKENS, :], key).softmax(-1) @ value[:, :, :WIDTH]
+
+
+def router_in_a_function(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return RoundedProduct.apply(query, model.experts).softmax(-1) @ value[:, :, :4]
+
+
 def signs(model: Model, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Weights that may be negative are no distribution."""
     return soft_clamp(scores_of(query, key), 2.0) @ value
@@ -336,7 +393,16 @@ def pointer_and_a_product(model: Model, query: Tensor, key: Tensor, value: Tenso
     return scores_of(query, key).softmax(-1).sum() + Halved.apply(query) @ key.mT
 
 
-NONE = [scripted_codebook, codebook_of_rounded_codes, linear_attention, scripted_router, signs, pointer_and_a_product]
+NONE = [
+    scripted_codebook,
+    codebook_of_rounded_codes,
+    linear_attention,
+    scripted_router,
+    router_in_a_function,
+    mixture_in_a_script,
+    signs,
+    pointer_and_a_product,
+]
 
 
 @pytest.mark.parametrize("attend", NONE, ids=lambda attend: attend.__name__)

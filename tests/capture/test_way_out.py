@@ -234,6 +234,14 @@ def test_another_attention_of_the_same_module_is_another() -> None:
     torch.testing.assert_close(recording.calls[1].output(), output.detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0, TOKENS), (SEQUENCES, 0)])
+def test_nothing_is_told_and_seen(shape: tuple[int, int]) -> None:
+    model = Model(seen_as_well, tells=True)
+    with record(model) as recording:
+        model(torch.zeros(*shape, MODEL_WIDTH))
+    assert len(recording.calls) == 1
+
+
 def test_a_refusal_of_other_rows_is_still_said() -> None:
     def attend(model: Model, tell: Tell, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         tell(query[:, :, :5], key, value)
