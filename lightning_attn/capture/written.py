@@ -21,6 +21,8 @@ _SURELY_HIDDEN_BELOW = -1e30
 _PROBABLY_HIDDEN_BELOW = HIDING_PENALTY / 2
 #: A mask hides nothing whose logit is above this: logits were moved, or overwritten, after it was applied.
 _NOT_HIDDEN_ABOVE = -20.0
+#: What can be done where attention is written out in a way that cannot be read.
+_WAY_OUT = "One line beside it, `lightning_attn.observe(query, key, value)`, would tell of it"
 #: How far apart the logits of a learned sink may be from row to row.
 _TOLERANCE = 1e-2
 
@@ -71,8 +73,14 @@ class WrittenAttention:
         """The call, with its logits as they entered the softmax and the masks that were seen entering.
 
         Raises:
-            UnreadableError: if what was computed is not the softmax of its logits.
+            UnreadableError: if what was computed is not the softmax of its logits, or what it means cannot be told.
         """
+        try:
+            return self._read(sampling)
+        except UnreadableError as error:
+            raise UnreadableError(f"{error}. {_WAY_OUT}") from None
+
+    def _read(self, sampling: Sampling) -> AttentionCall:
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
             raise UnreadableError(softmax.refusal)

@@ -579,14 +579,14 @@ OF_ITS_OWN = {
     "windows by unfold": (
         windows_by_unfold,
         Refused(
-            "more than two axes beside queries and keys",
+            "more than two axes beside queries and keys.*`lightning_attn.observe",
             "its windows are an axis of their own; fold them into the sequences, or tell of it by `observe`",
         ),
     ),
     "block by block (online softmax)": (
         block_by_block,
         Refused(
-            "exponentials multiply the values before they are divided",
+            "exponentials multiply the values before they are divided.*`lightning_attn.observe",
             "call `scaled_dot_product_attention`, or tell of it by `observe`",
         ),
     ),
@@ -718,7 +718,19 @@ def cell(
 ) -> Cell:
     site = "(root)" if make().__class__ in (Site, Stepping, Cached) else "attention"
     sites = (site,) if isinstance(outcome, Seen) else ()
-    return Cell(FAMILY, case, "", mode, make, arguments, truth, sites, outcome, training=mode == "train", **more)
+    return Cell(
+        FAMILY,
+        "a module of one's own",
+        case,
+        mode,
+        make,
+        arguments,
+        truth,
+        sites,
+        outcome,
+        training=mode == "train",
+        **more,
+    )
 
 
 MODES = ("train", "eval")
