@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from lightning_attn.capture.axes import lies_within_tokens
+from lightning_attn.capture.axes import HEADS_AS_QUERIES, TOKENS_AS_HEADS, lies_within_tokens, steps_over_tokens
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.nested import first_of, is_dense_inside, padded
-from lightning_attn.capture.reader import HEADS_AS_QUERIES, Sampling, UnreadableError, reads
+from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 
 
 @reads(functional.scaled_dot_product_attention)
@@ -49,6 +49,8 @@ def _read(
         return _read_nested(sampling, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if lies_within_tokens(query, -2, -1):
         raise UnreadableError(HEADS_AS_QUERIES)
+    if any(tensor.dim() > 3 and steps_over_tokens(tensor, -3, -1) for tensor in (query, key, value)):
+        raise UnreadableError(TOKENS_AS_HEADS)
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])

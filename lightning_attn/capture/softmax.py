@@ -26,6 +26,7 @@ from lightning_attn.capture.axes import (
     QUERY,
     RIGHT,
     SHARED,
+    TOKENS_AS_HEADS,
     Contraction,
     axes_after,
     contraction,
@@ -35,7 +36,6 @@ from lightning_attn.capture.axes import (
 from lightning_attn.capture.call import HIDING_PENALTY
 from lightning_attn.capture.isolation import in_backward, isolated, unheard, viewed, written_to
 from lightning_attn.capture.operation import Operation, name_of, tensors_among
-from lightning_attn.capture.reader import HEADS_AS_QUERIES
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.trail import (
     COMPUTED_CONSTANT,
@@ -222,8 +222,7 @@ class SoftmaxFollower:
             without_data = frozenset(
                 side for side, operand in ((LEFT, left), (RIGHT, right)) if isinstance(operand, Constant)
             )
-            within_tokens = product.within_tokens()
-            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, within_tokens=within_tokens))
+            self._trail.set(result, Logits(axes, masks=masks, without_data=without_data, doubts=product.doubts()))
         return True
 
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
@@ -484,8 +483,9 @@ class SoftmaxFollower:
             else:
                 refusal = "several of its axes may be the one of the queries, and the others those of heads"
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
-        if len(beside_keys) == 1 and history.within_tokens.difference({side}):
-            refusal = HEADS_AS_QUERIES
+        doubts = [doubt for other, doubt in history.doubts.items() if other != side or doubt is TOKENS_AS_HEADS]
+        if len(beside_keys) == 1 and doubts:
+            refusal = doubts[0]
         if not beside_keys and logits.dim() > 2:
             refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
         if len(alike) > 1:
