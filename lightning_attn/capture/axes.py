@@ -23,6 +23,15 @@ Axes = tuple[str, ...]
 SHARED = "shared"
 LEFT = "left"
 RIGHT = "right"
+#: Why attention is refused whose axes are not what they would be taken for.
+HEADS_AS_QUERIES = (
+    "its queries lie beside each other within one token, as heads do; give queries an axis of their own beside the "
+    "heads, (B, H, N, D)"
+)
+TOKENS_AS_HEADS = (
+    "the axis that heads should have goes from token to token (windows, chunks, sequences); fold it into the "
+    "sequences, (B, H, N, D)"
+)
 #: What left and right turn out to be, once a softmax was taken over one of them.
 QUERY = "query"
 KEY = "key"
@@ -55,16 +64,21 @@ class Contraction:
             for label in self.axes
         )
 
-    def within_tokens(self) -> frozenset[str]:
-        """The sides, `LEFT` or `RIGHT`, whose rows are parts of one token each."""
+    def doubts(self) -> dict[str, str]:
+        """Of the sides, `LEFT` or `RIGHT`, why their axes cannot be what they would be taken for."""
         sides = (LEFT, self.left, self.left_axes, self.right_axes), (RIGHT, self.right, self.right_axes, self.left_axes)
-        found = set()
+        shared = [label for label in self.axes if label in self.left_axes and label in self.right_axes]
+        found: dict[str, str] = {}
         for side, operand, labels, others in sides:
             rows = [axis for axis, label in enumerate(labels) if label not in others]
             widths = [axis for axis, label in enumerate(labels) if label in self.summed]
-            if len(rows) == len(widths) == 1 and lies_within_tokens(operand, rows[0], widths[0]):
-                found.add(side)
-        return frozenset(found)
+            if len(widths) != 1:
+                continue
+            if len(rows) == 1 and lies_within_tokens(operand, rows[0], widths[0]):
+                found[side] = HEADS_AS_QUERIES
+            elif len(shared) == 2 and steps_over_tokens(operand, labels.index(shared[-1]), widths[0]):
+                found[side] = TOKENS_AS_HEADS
+        return found
 
     @property
     def summed(self) -> set[str]:
@@ -207,14 +221,31 @@ def lies_within_tokens(tensor: Tensor, rows: int, width: int) -> bool:
         rows: the axis of the rows.
         width: the axis that products sum over.
     """
+    whole = _tokens_behind(tensor, width)
+    return whole is not None and tensor.shape[rows] > 1 and 0 < tensor.stride(rows) < whole.shape[-1]
+
+
+def steps_over_tokens(tensor: Tensor, axis: int, width: int) -> bool:
+    """Whether an axis of queries or keys that should be the heads goes from token to token (windows, sequences).
+
+    Args:
+        tensor: queries or keys.
+        axis: the axis.
+        width: the axis that products sum over.
+    """
+    whole = _tokens_behind(tensor, width)
+    if whole is None or whole.dim() > 3 or tensor.shape[axis] == 1:
+        return False
+    # What is as wide as a head may be heads already, and so may be what comes before the tokens.
+    last = whole.stride(0) if whole.dim() == 3 else whole.numel()
+    return whole.shape[-1] > tensor.shape[width] and whole.shape[-1] <= tensor.stride(axis) < last
+
+
+def _tokens_behind(tensor: Tensor, width: int) -> Tensor | None:
+    """What a tensor is a view of, where that has tokens in its rows."""
     whole = viewed(tensor)
-    return bool(
-        whole is not None
-        and whole.dim() > 1
-        and whole.stride(-1) == tensor.stride(width) == 1
-        and tensor.shape[rows] > 1
-        and 0 < tensor.stride(rows) < whole.shape[-1]
-    )
+    has_rows = whole is not None and whole.dim() > 1 and whole.stride(-1) == tensor.stride(width) == 1
+    return whole if has_rows else None
 
 
 def is_view(result: Tensor, tensor: Tensor) -> bool:

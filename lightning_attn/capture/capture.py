@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_attn.capture.axes import lies_within_tokens
+from lightning_attn.capture.axes import HEADS_AS_QUERIES, lies_within_tokens
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
@@ -28,7 +28,7 @@ from lightning_attn.capture.isolation import (
     unnoticed_by_fast_paths,
 )
 from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
-from lightning_attn.capture.reader import HEADS_AS_QUERIES, WAY_OUT, Sampling, UnreadableError, interceptors, readers
+from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, interceptors, readers
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import RunningForward, SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower

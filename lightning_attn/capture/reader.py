@@ -68,12 +68,6 @@ class UnreadableError(Exception):
     """A call that is attention but cannot be read; the message says why and names a way out."""
 
 
-#: Why calls are refused whose queries are views of parts of tokens.
-HEADS_AS_QUERIES = (
-    "its queries lie beside each other within one token, as heads do; give queries an axis of their own beside the "
-    "heads, (B, H, N, D)"
-)
-
 #: Reads one call of a torch function: the arguments it got, by position and by name, and what is wanted of them.
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Sampling], AttentionCall]
 

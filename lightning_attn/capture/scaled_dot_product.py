@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from lightning_attn.capture.axes import TOKENS_AS_HEADS, steps_over_tokens
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.nested import first_of, is_dense_inside, padded
 from lightning_attn.capture.reader import Sampling, UnreadableError, reads
@@ -53,6 +54,8 @@ def _read(
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
     query, key, value, attn_mask = _with_heads_third(sampling, query, key, value, attn_mask)
+    if any(tensor.dim() > 3 and steps_over_tokens(tensor, -3, -1) for tensor in (query, key, value)):
+        raise UnreadableError(TOKENS_AS_HEADS)
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     dimensions = max(query.dim(), key.dim(), value.dim())
 

@@ -23,7 +23,10 @@ from lightning_attn.capture.wrappers import canonical_names
 _NUMBERS = count(1)
 
 #: The file whose functions call the ``forward`` of modules.
-_CALLS_MODULES = nn.Module.__call__.__code__.co_filename
+_CALLS_MODULES = nn.modules.module.__file__
+
+#: What may be held beyond a call.
+_PLAIN_VALUES = (bool, int, float, str, type(None))
 
 
 class SiteNames:
@@ -134,8 +137,8 @@ class _Running:
     Args:
         frame: where in memory its frame is. Frames alone are made anew at the same place.
         arguments: the tensors it was called with, which are there as long as the call lasts.
-        mark: an empty object that torch made for this call; ``None`` where there is none, so that frame and arguments
-            must tell. They do not where a module is given the same tensors again.
+        mark: an object that torch made for this call, and that may be held; ``None`` where there is none, so that frame
+            and arguments must tell. They do not where a module is given the same tensors again.
     """
 
     frame: int
@@ -152,11 +155,12 @@ class _Running:
 
 
 def _mark_of_call(frame: FrameType) -> dict[str, object] | None:
-    """The keyword arguments of the call of a module, which torch collects anew each time, where there are none."""
+    """The keyword arguments of the call of a module, which torch collects anew each time, where they hold no tensor."""
     if frame.f_code.co_filename != _CALLS_MODULES:
         return None
     collected = frame.f_locals.get("kwargs")
-    return collected if isinstance(collected, dict) and not collected else None
+    is_held = isinstance(collected, dict) and all(isinstance(value, _PLAIN_VALUES) for value in collected.values())
+    return collected if is_held else None
 
 
 def _argument_tensors(frame: FrameType) -> list[Tensor]:

@@ -26,6 +26,7 @@ from lightning_attn.capture.axes import (
     QUERY,
     RIGHT,
     SHARED,
+    TOKENS_AS_HEADS,
     Axes,
     Contraction,
     axes_after,
@@ -40,7 +41,6 @@ from lightning_attn.capture.isolation import in_backward, isolated, unheard, vie
 from lightning_attn.capture.module_tree import buffers_of, parameters_of
 from lightning_attn.capture.open_trails import OpenTrails, place_of
 from lightning_attn.capture.operation import Operation, is_opaque, name_of, tensors_among
-from lightning_attn.capture.reader import HEADS_AS_QUERIES
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.trail import (
     COMPUTED_CONSTANT,
@@ -370,7 +370,7 @@ class SoftmaxFollower:
                 axes,
                 masks=masks,
                 without_data=without_data,
-                within_tokens=product.within_tokens(),
+                doubts=product.doubts(),
                 refusal=OVER_CHANNELS if self._channels.sums_over_tokens(product) else None,
                 place=place,
             )
@@ -684,8 +684,14 @@ class SoftmaxFollower:
             else:
                 refusal = "several of its axes may be the one of the queries, and the others those of heads"
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
-        if len(beside_keys) == 1 and history.within_tokens.difference({side}):
-            refusal = HEADS_AS_QUERIES
+        heads = self._heads(logits, axes)
+        doubts = [
+            doubt
+            for other, doubt in history.doubts.items()
+            if (doubt is TOKENS_AS_HEADS and heads is None) or (doubt is not TOKENS_AS_HEADS and other != side)
+        ]
+        if len(beside_keys) == 1 and doubts:
+            refusal = doubts[0]
         if not beside_keys and logits.dim() > 2:
             refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
         if len(alike) > 1:
@@ -701,7 +707,7 @@ class SoftmaxFollower:
             history,
             modules,
             written_to(logits),
-            heads=self._heads(logits, axes),
+            heads=heads,
             refusal=refusal,
         )
 

@@ -6,8 +6,8 @@ A trail leads from logits to a softmax to weights; each kind of thing on it is a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -41,7 +41,7 @@ class Logits:
         has_unseen_mask: whether something was written into it that may have been a mask.
         shift: what was subtracted from each row.
         without_data: the axes, `LEFT` or `RIGHT`, of an operand that no data went into.
-        within_tokens: the axes, `LEFT` or `RIGHT`, whose rows were parts of one token, as those of heads are.
+        doubts: of the axes, `LEFT` or `RIGHT`, why they cannot hold queries; see `Contraction.doubts`.
         refusal: why it cannot be read.
         place: where the product was computed, and in what shape.
         opaque: the name of a function into which nothing can see, and through which it went.
@@ -52,7 +52,7 @@ class Logits:
     has_unseen_mask: bool = False
     shift: Tensor | None = None
     without_data: frozenset[str] = frozenset()
-    within_tokens: frozenset[str] = frozenset()
+    doubts: Mapping[str, str] = field(default_factory=dict)
     refusal: str | None = None
     place: Place | None = None
     opaque: str | None = None

@@ -88,7 +88,7 @@ class WrittenAttention:
         """The call, with its logits as they entered the softmax and the masks that were seen entering.
 
         Raises:
-            UnreadableError: if what was computed is not the softmax of its logits.
+            UnreadableError: if what was computed is not the softmax of its logits, or what it means cannot be told.
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:

@@ -126,6 +126,70 @@ def test_heads_are_not_taken_for_queries_of_one_head(attend: Attend, queries: in
     assert message in said.pop()
 
 
+def windows_after_heads(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    query = site.query(tokens).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2).unflatten(2, (-1, 2))
+    return scaled_dot_product_attention(query, query, query)
+
+
+def windows_of_pooled_queries(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    """As Hiera pools them, so that the keys alone tell."""
+    key = site.query(tokens).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2).unflatten(2, (-1, 2))
+    return scaled_dot_product_attention(key.amax(-2, keepdim=True), key, key)
+
+
+def windows_of_one_head(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    query = site.query(tokens)[..., :WIDTH].unflatten(1, (-1, 2))
+    return (query @ query.mT).softmax(-1) @ query
+
+
+def windows_of_one_head_by_the_function(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    query = site.query(tokens)[..., :WIDTH].unflatten(1, (-1, 2))
+    return scaled_dot_product_attention(query, query, query)
+
+
+def sequences_after_heads(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    query = site.query(tokens).unflatten(-1, (HEADS, WIDTH))
+    return torch.einsum("hbij,bjhd->bihd", torch.einsum("bihd,bjhd->hbij", query, query).softmax(-1), query)
+
+
+@pytest.mark.parametrize("attend", [windows_after_heads, windows_of_pooled_queries, sequences_after_heads])
+def test_windows_and_sequences_are_not_taken_for_heads(attend: Attend) -> None:
+    """The channels of queries and keys tell the heads, so that the other axis is one of sequences."""
+    shapes, heads, said = run(attend)
+    assert [shape[1] for shape in shapes] == heads == [HEADS]
+    assert not said
+
+
+@pytest.mark.parametrize("attend", [windows_of_one_head, windows_of_one_head_by_the_function])
+def test_windows_of_one_head_are_not_taken_for_heads(attend: Attend) -> None:
+    shapes, heads, said = run(attend)
+    assert shapes == []
+    assert heads == []
+    assert len(said) == 1
+    assert "goes from token to token (windows, chunks, sequences); fold it into the sequences" in said.pop()
+
+
+def a_projection_of_each_head(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    """Queries and keys of a head are beside each other, and heads are an axis from the beginning."""
+    weight = site.query.weight.view(HEADS, WIDTH, CHANNELS)
+    query, key = torch.einsum("bnc,hdc->bhnd", tokens, torch.cat([weight, weight.flip(0)], dim=1)).chunk(2, dim=-1)
+    return scaled_dot_product_attention(query, key, key) + (query @ key.mT).softmax(-1) @ key
+
+
+def a_product_for_each_head(site: Site, tokens: Tensor, memory: Tensor) -> Tensor:
+    weight = site.query.weight.view(HEADS, WIDTH, CHANNELS)
+    projected = torch.bmm(tokens.flatten(0, 1).expand(HEADS, -1, -1), torch.cat([weight, weight.flip(0)], dim=1).mT)
+    query, key = projected.unflatten(1, (SEQUENCES, -1)).transpose(0, 1).chunk(2, dim=-1)
+    return scaled_dot_product_attention(query, key, key) + (query @ key.mT).softmax(-1) @ key
+
+
+@pytest.mark.parametrize("attend", [a_projection_of_each_head, a_product_for_each_head])
+def test_heads_that_were_an_axis_from_the_beginning_are_heads(attend: Attend) -> None:
+    shapes, heads, _ = run(attend)
+    assert shapes == [(SEQUENCES, HEADS, TOKENS, TOKENS)] * 2
+    assert heads == [HEADS]
+
+
 def one_head(site: Site, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     return site.query(tokens)[..., :WIDTH], site.key(memory)
 

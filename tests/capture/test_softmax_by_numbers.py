@@ -20,15 +20,16 @@ class Model(nn.Module):
     def __init__(self, attend: Attend) -> None:
         super().__init__()
         self.attend = attend
-        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.project = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
         self.codes = nn.Parameter(torch.randn(5, WIDTH))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.attend(*self.project(tokens).chunk(3, dim=-1))
+        parts = self.project(tokens).chunk(3, dim=-1)
+        return self.attend(*(part.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for part in parts))
 
 
 def tokens(number: int = 7) -> Tensor:
-    return torch.randn(SEQUENCES, HEADS, number, WIDTH)
+    return torch.randn(SEQUENCES, number, HEADS * WIDTH)
 
 
 def scores_of(query: Tensor, key: Tensor) -> Tensor:

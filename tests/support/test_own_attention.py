@@ -579,14 +579,14 @@ OF_ITS_OWN = {
     "windows by unfold": (
         windows_by_unfold,
         Refused(
-            "each query has keys of its own",
+            "each query has keys of its own.*`lightning_attn.observe",
             "there is no matrix of all queries and keys; tell of it by `observe`, with all keys and a mask",
         ),
     ),
     "block by block (online softmax)": (
         block_by_block,
         Refused(
-            "exponentials multiply the values before they are divided",
+            "exponentials multiply the values before they are divided.*`lightning_attn.observe",
             "call `scaled_dot_product_attention`, or tell of it by `observe`",
         ),
     ),
@@ -718,7 +718,19 @@ def cell(
 ) -> Cell:
     site = "(root)" if make().__class__ in (Site, Stepping, Cached) else "attention"
     sites = (site,) if isinstance(outcome, Seen) else ()
-    return Cell(FAMILY, case, "", mode, make, arguments, truth, sites, outcome, training=mode == "train", **more)
+    return Cell(
+        FAMILY,
+        "a module of one's own",
+        case,
+        mode,
+        make,
+        arguments,
+        truth,
+        sites,
+        outcome,
+        training=mode == "train",
+        **more,
+    )
 
 
 MODES = ("train", "eval")

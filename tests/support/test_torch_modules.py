@@ -174,8 +174,8 @@ CELLS = [
     Cell(
         MODULES,
         "`MultiheadAttention`",
-        "",
-        f"{mode}, {name}",
+        name,
+        mode,
         lambda options=options: sharpened(OneAttention(**options)),
         arguments,
         truth_of_attention,
@@ -291,8 +291,8 @@ CELLS += [
     Cell(
         MODULES,
         "`Transformer`",
-        "",
-        f"{mode}, {name}",
+        name,
+        mode,
         lambda options=options: transformer(**options),
         source_and_target(**masks),
         truth_of_transformer,
@@ -313,6 +313,9 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+FAST = Seen("on its fast path")
+
+
 def source(**given: Any) -> Callable[[nn.Module], Arguments]:
     def arguments(model: Any) -> Arguments:
         return {"src": first(torch.randn(B, N, WIDTH), model.inner.layers[0].self_attn.batch_first), **given}
@@ -324,12 +327,13 @@ CELLS += [
     Cell(
         MODULES,
         "`TransformerEncoder`",
-        "fast path" if mode == "eval" and options.get("batch_first", True) else "",
-        f"{mode}, {name}",
+        name,
+        mode,
         lambda options=options: encoder(**options),
         source(**masks),
         truth_of_transformer,
         ("inner.layers.*.self_attn",),
+        FAST if mode == "eval" and options.get("batch_first", True) else Seen(),
         training=mode == "train",
     )
     for name, (options, masks) in ENCODERS.items()
@@ -444,19 +448,20 @@ CELLS += [
     Cell(
         MODULES,
         "`TransformerEncoder`",
-        "nested tensor of its own making",
-        "eval, padding",
+        "padding",
+        "eval",
         encoder,
         source(src_key_padding_mask=PADDING),
         truth_of_packed_encoder,
         ("inner.layers.*.self_attn",),
+        Seen("on its fast path, which packs sequences into a nested tensor"),
         listened=False,
     ),
     Cell(
         MODULES,
         "`TransformerEncoder`",
-        "",
-        "train, padding",
+        "padding",
+        "train",
         encoder,
         source(src_key_padding_mask=PADDING),
         truth_of_transformer,
@@ -478,8 +483,8 @@ CELLS += [
         Cell(
             MODULES,
             "`TransformerEncoderLayer`",
-            "nested tensor",
-            f"eval{', norm first' * norm_first}",
+            f"nested tensor{', norm first' * norm_first}",
+            "eval",
             lambda norm_first=norm_first: one_layer(norm_first=norm_first),
             nested_source,
             truth_of_nested_layer,
@@ -632,8 +637,8 @@ CELLS += [
     Cell(
         FUNCTIONS,
         "`scaled_dot_product_attention`",
-        "",
-        f"{mode}, {name}",
+        name,
+        mode,
         make,
         arguments,
         truth,
@@ -726,7 +731,7 @@ FLEX: dict[str, Function] = {
     ),
 }
 CELLS += [
-    Cell(FUNCTIONS, "`flex_attention`", "", f"eval, {name}", make, arguments, truth, ("(root)",))
+    Cell(FUNCTIONS, "`flex_attention`", name, "eval", make, arguments, truth, ("(root)",))
     for name, (make, arguments, truth) in FLEX.items()
 ]
 
@@ -784,8 +789,8 @@ CELLS += [
     Cell(
         FUNCTIONS,
         "`scaled_dot_product_attention`",
-        f"nested tensors, {'jagged' if layout == torch.jagged else 'strided'}",
-        f"{mode}, {name}",
+        f"nested tensors, {'jagged' if layout == torch.jagged else 'strided'}, {name}",
+        mode,
         lambda: Ragged(fused()),
         nested(layout, *lengths),
         truth_of_nested,
