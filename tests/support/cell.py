@@ -112,7 +112,7 @@ def check(cell: Cell) -> None:
     messages = [str(warning.message) for warning in said if issubclass(warning.category, AttentionWarning)]
 
     _check_undisturbed(expected, result)
-    _check_nothing_left(model, watched)
+    _check_nothing_left(plain, watched)
     if not isinstance(cell.outcome, Seen):
         assert recording.calls == [], f"{cell}: taken for attention: {recording.calls}"
         _check_messages(
@@ -179,11 +179,11 @@ def _check_undisturbed(expected: _Run, watched: _Run) -> None:
     assert torch.equal(expected.random_state, watched.random_state)
 
 
-def _check_nothing_left(before: nn.Module, after: nn.Module) -> None:
-    """No module was given a hook, another class, or another attribute."""
-    for (name, old), (_, new) in zip(before.named_modules(), after.named_modules(), strict=True):
+def _check_nothing_left(plain: nn.Module, watched: nn.Module) -> None:
+    """No module was given a hook, another class, or another attribute, beside what the model itself leaves there."""
+    for (name, old), (_, new) in zip(plain.named_modules(), watched.named_modules(), strict=True):
         assert type(old) is type(new)
-        assert vars(old).keys() == vars(new).keys(), f"{name} has other attributes than before"
+        assert vars(old).keys() == vars(new).keys(), f"{name} has other attributes than without watching"
         for hooks in (key for key in vars(old) if key.endswith("_hooks")):
             assert len(vars(old)[hooks]) == len(vars(new)[hooks]), f"{name} has a hook left: {hooks}"
 

@@ -28,9 +28,9 @@ class Tape:
         """The first tensor that went into a module; of several calls, one after the other along the tokens."""
         return torch.cat(self._given[module], dim=1)
 
-    def gave(self, module: str) -> Tensor:
+    def gave(self, module: str, calls: slice = slice(None)) -> Tensor:
         """What came out of a module (the first tensor of it); of several calls, joined likewise."""
-        return torch.cat(self._gave[module], dim=1)
+        return torch.cat(self._gave[module][calls], dim=1)
 
     def given_at(self, module: str, call: int) -> Tensor:
         """The first tensor that went into a module in one of its calls."""
