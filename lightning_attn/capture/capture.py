@@ -141,8 +141,10 @@ class Capture:
 
     def _found(self, attention: WrittenAttention) -> None:
         """Take an attention that was written out with a softmax."""
-        self._take(attention.modules, attention.read, lambda: attention.device)
         module, changed_by = self._names.site_of(attention.modules), attention.softmax.changed_by
+        if module is not None and self._names[module] in self._faults.in_pieces:
+            return
+        self._take(attention.modules, attention.read, lambda: attention.device)
         if module is not None and changed_by is not None and self._sites.match(self._names[module]):
             self._faults.report_changed_weights(self._names[module], changed_by)
 
@@ -177,10 +179,13 @@ class Capture:
             max_sequences=self._max_sequences,
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
+            heads_in_batch=lambda sequences, queries: self._names.heads_in_batch(module, sequences, queries),
         )
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.
             call = read(sampling).map_tensors(Tensor.detach)
+            if call.self_attention and self._names.attends_to_others(module, call.keys):
+                call = replace(call, self_attention=False)
             if call.heads == 1:
                 call = replace(call, forward=self._names.forward_number(module))
             self._receive(call)

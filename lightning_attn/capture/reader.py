@@ -24,12 +24,14 @@ class Sampling:
         max_sequences: the first so many sequences; ``None`` for all.
         with_values: whether the values are wanted too.
         autocast_dtype: what the model computes products in at this point, ``None`` outside of autocast.
+        heads_in_batch: how many heads a batch of so many sequences, and so many queries, holds beside each other.
     """
 
     site: str
     max_sequences: int | None = None
     with_values: bool = False
     autocast_dtype: torch.dtype | None = None
+    heads_in_batch: Callable[[int, int], int] = lambda sequences, queries: 1
 
 
 def check_sequences(**numbers: int | None) -> None:
@@ -48,6 +50,10 @@ def check_sequences(**numbers: int | None) -> None:
 
 class UnreadableError(Exception):
     """A call that is attention but cannot be read; the message says why and names a way out."""
+
+
+class UnreadablePieceError(UnreadableError):
+    """A call that cannot be read and is a piece of an attention, so that without it the others are of no use."""
 
 
 #: Reads one call of a torch function: the arguments it got, by position and by name, and what is wanted of them.

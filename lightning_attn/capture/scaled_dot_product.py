@@ -21,7 +21,8 @@ from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
     """Read one call: all masks, grouped heads, and inputs of any number of leading dimensions.
 
-    Three dimensions are sequences of one head each. More than four are flattened into sequences.
+    Three dimensions are sequences of one head each, unless the module has put its heads into the batch. More than four
+    are flattened into sequences.
 
     Raises:
         UnreadableError: for nested tensors, whose sequences have no common shape.
@@ -47,6 +48,11 @@ def _read(
         )
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
+    elif query.dim() == key.dim() == value.dim() == 3:
+        heads = sampling.heads_in_batch(*query.shape[:2])
+        query, key, value = (_beside_each_other(tensor, heads) for tensor in (query, key, value))
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
+            attn_mask = _beside_each_other(attn_mask, heads)
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     dimensions = max(query.dim(), key.dim(), value.dim())
 
@@ -102,6 +108,11 @@ def _in_four_dimensions(tensor: Tensor, dimensions: int, leading: torch.Size) ->
     if any(size != 1 for size in tensor.shape[:-3]):
         tensor = tensor.expand(*leading, -1, -1, -1)
     return tensor.flatten(0, -4)
+
+
+def _beside_each_other(tensor: Tensor, heads: int) -> Tensor:
+    """Heads that are in the batch (B H, rows, columns), as (B, H, rows, columns)."""
+    return tensor if heads == 1 or tensor.shape[0] == 1 else tensor.unflatten(0, (-1, heads))
 
 
 def _first_sequences(tensor: Tensor, max_sequences: int | None) -> Tensor:

@@ -89,6 +89,48 @@ class SiteNames:
             known = self._running[module] = (next(self._numbers), running)
         return known[0]
 
+    def heads_in_batch(self, module: nn.Module, sequences: int, queries: int) -> int:
+        """How many heads a module has put into the batch beside each other, (B, N, L) having become (B H, N, D).
+
+        It is told by the tokens that the module was called with: as many as there are queries, so that what the batch
+        has more of than sequences are heads, and not windows of a sequence.
+
+        Args:
+            module: a module that is running.
+            sequences: the size of the batch.
+            queries: their number.
+        """
+        for given in _argument_tensors(self._frame_of(module)):
+            if given.dim() != 3 or not given.is_floating_point():
+                continue
+            first, second, _ = given.shape
+            # Of one token, and as many sequences as queries, tokens do not come first.
+            batch = first if second == queries else second if first == queries and second > 1 else 0
+            if batch:
+                return sequences // batch if sequences % batch == 0 else 1
+        return 1
+
+    def attends_to_others(self, module: nn.Module, keys: int) -> bool:
+        """Whether a module was called with tokens for its keys that are not those of its queries.
+
+        Args:
+            module: a module that is running.
+            keys: their number.
+        """
+        given = self._frame_of(module).f_locals
+        others = (given.get(name) for name in _OTHER_TOKENS)
+        return any(isinstance(other, Tensor) and other.dim() == 3 and keys in other.shape[:2] for other in others)
+
+    @staticmethod
+    def _frame_of(module: nn.Module) -> FrameType:
+        """The innermost frame in which a module's `forward` runs, or what stands for it."""
+        frames = [frame for frame in _frames(sys._getframe(1)) if _owner(frame) is module]
+        return next((frame for frame in frames if frame.f_code.co_name == "forward"), frames[-1])
+
+
+#: What libraries call the tokens that cross-attention reads its keys from, as an argument beside those of the queries.
+_OTHER_TOKENS = ("key_value_states", "encoder_hidden_states", "context", "memory")
+
 
 @dataclass(frozen=True)
 class _Running:

@@ -44,6 +44,7 @@ from lightning_attn.capture.trail import (
     Logits,
     LogWeights,
     Mask,
+    Rearranged,
     RowLogSum,
     RowMaximum,
     RowSum,
@@ -101,6 +102,12 @@ _CASTS = (
     "detach",
     "cuda",
     "cpu",
+)
+#: Why weights that were rearranged are not read.
+_REARRANGED = (
+    "its logits or weights are rearranged on their way to the values, as where windows overlap or blocks are put "
+    "together, so that which keys they belong to cannot be told; beside it, "
+    "`lightning_attn.observe(query, key, value, attn_mask=...)` tells of it, and `sites` without it silences this"
 )
 #: Operations that change no difference between two logits of a row, hidden keys aside.
 _KEEPS_DIFFERENCES = (*_CASTS, "masked_fill", "where", "add", "radd", "iadd", "sub", "isub", "cat", "reshape")
@@ -170,6 +177,8 @@ class SoftmaxFollower:
             is_computed = product is not None or COMPUTED_CONSTANT in call.known or call.name.startswith(_COMPUTES)
             for tensor in call.results:
                 self._trail.set(tensor, COMPUTED_CONSTANT if is_computed else CONSTANT)
+        elif _is_rearranged(call) or _puts_pieces_together(call):
+            self._see_rearranged(call)
         elif call.results:
             getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
 
@@ -178,6 +187,9 @@ class SoftmaxFollower:
     def _see_product(self, product: Contraction, call: Operation) -> bool:
         """Whether the product ends here what was followed, or begins it."""
         left, right = self._trail.get(product.left), self._trail.get(product.right)
+        if isinstance(left, Rearranged) or isinstance(right, Rearranged):
+            self._refuse_rearranged(left, right)
+            return True
         if isinstance(left, Weights) or isinstance(right, Weights):
             return self._multiply(product, left, right)
         if isinstance(left, Exponentials) or isinstance(right, Exponentials):
@@ -215,6 +227,19 @@ class SoftmaxFollower:
                 if softmax is not None:
                     softmax.refusal = "its exponentials multiply the values before they are divided by their sum"
                     self._find(Weights((softmax,), softmax.axes), exponentials.logits, None)
+
+    def _refuse_rearranged(self, left: Followed | None, right: Followed | None) -> None:
+        """Weights that multiply values in a layout that could not be followed."""
+        weights, value = (left, right) if isinstance(left, Rearranged) else (right, left)
+        if not isinstance(weights, Rearranged) or value is not None or in_backward():
+            return
+        modules = self._modules()
+        for softmax in weights.softmaxes:
+            if not softmax.is_done:
+                softmax.is_done = softmax.is_piece = True
+                softmax.refusal = _REARRANGED
+                both = tuple(module for module in softmax.modules if module in modules)
+                self._found(WrittenAttention(softmax, both, None, False, slice(0, 0)))
 
     def _multiply(self, product: Contraction, left: Followed | None, right: Followed | None) -> bool:
         if isinstance(left, Weights) and isinstance(right, Weights):
@@ -345,9 +370,11 @@ class SoftmaxFollower:
             self._keep(call)
             return
         axis = call.argument(1, "dim", 0) % logits.dim()
-        several = sum(isinstance(followed, Logits) for followed in call.known) > 1
-        if several or history.axes[axis] == SHARED:
-            history = replace(history, masks=(), has_unseen_mask=True)
+        parts = [followed for followed in call.known if isinstance(followed, Logits)]
+        if len(parts) > 1 or history.axes[axis] == SHARED:
+            # Learned keys beside keys of data, as of tokens that are the same in all sequences, make no codebook.
+            without_data = frozenset.intersection(*(part.without_data for part in parts))
+            history = replace(history, masks=(), has_unseen_mask=True, without_data=without_data)
         self._trail.set(call.results[0], history)
 
     def _see_stack(self, call: Operation) -> None:
@@ -525,13 +552,35 @@ class SoftmaxFollower:
                         if result.numel() == operand.numel():
                             self._trail.set(result, followed)
 
+    def _see_rearranged(self, call: Operation) -> None:
+        """Go on following what has lost its layout, only to say what becomes of it."""
+        softmaxes: tuple[Softmax, ...] = ()
+        size = 0
+        for operand, followed in zip(call.operands, call.known, strict=True):
+            if isinstance(followed, (Rearranged, Weights)):
+                softmaxes += followed.softmaxes
+            if isinstance(followed, (Rearranged, Weights, Logits)):
+                size = max(size, operand.numel())
+        if _SYNONYMS.get(call.name, call.name) == "softmax" and not softmaxes:
+            softmaxes = (Softmax(call.operands[0][:0], (QUERY, KEY), Logits((LEFT, RIGHT)), self._modules(), 0),)
+        kept = Rearranged(tuple(dict.fromkeys(softmaxes)))
+        for result in call.results:
+            # What is smaller by far is a sum or a maximum, unless it is a part.
+            is_part = any(is_view(result, operand) for operand in call.operands)
+            if result.is_floating_point() and (is_part or 2 * result.numel() >= size):
+                self._trail.set(result, kept)
+                whole = viewed(result) if result is call.operands[0] else None
+                if whole is not None:
+                    self._trail.set(whole, kept)
+
     def _keep_logits(self, call: Operation, logits: Tensor, history: Logits, mask: Tensor | None = None) -> None:
         for result in call.results:
             if not result.is_floating_point():
                 continue
             axes = axes_after(result, logits, history.axes)
             if axes is None:
-                continue
+                self._see_rearranged(call)
+                return
             kept = history
             if axes != history.axes:
                 kept = replace(
@@ -562,7 +611,8 @@ class SoftmaxFollower:
                 continue
             axes = axes_after(result, tensor, followed.axes)
             if axes is None:
-                continue
+                self._see_rearranged(call)
+                return
             kept = replace(followed, softmaxes=softmaxes, axes=axes)
             if is_view(result, tensor) and result is not tensor:
                 kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
@@ -571,6 +621,21 @@ class SoftmaxFollower:
             ):
                 kept = _changed(kept, call.name)
             self._trail.set(result, kept)
+
+
+def _is_rearranged(call: Operation) -> bool:
+    """Whether the layout of what comes out cannot be followed. Beside logits that it can, it is that of a bias."""
+    has_layout = any(isinstance(followed, (Logits, Weights)) for followed in call.known)
+    return call.first(Rearranged) is not None and (not has_layout or call.name == "cat")
+
+
+def _puts_pieces_together(call: Operation) -> bool:
+    """Whether logits or weights are written into memory that held none."""
+    return (
+        call.name in ("setitem", "copy")
+        and not isinstance(call.known[0], (Logits, Weights))
+        and any(isinstance(followed, (Logits, Weights)) for followed in call.known[1:])
+    )
 
 
 def _hides(value: Any) -> bool:

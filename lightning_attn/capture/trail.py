@@ -63,6 +63,7 @@ class Softmax:
         version: how often the logits had been written to.
         changed_by: the operation that made something else of its result.
         is_done: whether its result has multiplied values.
+        is_piece: whether it is one of several that make one attention, or of rows that such were put together to.
     """
 
     logits: Tensor
@@ -73,6 +74,7 @@ class Softmax:
     changed_by: str | None = None
     refusal: str | None = None
     is_done: bool = False
+    is_piece: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,17 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Rearranged:
+    """Logits or weights in a layout that cannot be followed: pieces that were put together, diagonals made columns.
+
+    Args:
+        softmaxes: whose weights are in it; none as long as it is logits.
+    """
+
+    softmaxes: tuple[Softmax, ...] = ()
+
+
+@dataclass(frozen=True)
 class WeightedValues:
     """Every value times its weight, not yet summed over the keys."""
 
@@ -146,7 +159,18 @@ class Constant:
     is_computed: bool = False
 
 
-Followed = Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+Followed = (
+    Constant
+    | Logits
+    | RowMaximum
+    | RowLogSum
+    | LogWeights
+    | Exponentials
+    | RowSum
+    | Weights
+    | WeightedValues
+    | Rearranged
+)
 
 
 CONSTANT = Constant()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_attn.capture.axes import KEY, QUERY, SHARED, arranged
+from lightning_attn.capture.axes import KEY, QUERY, SHARED, Axes, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
 from lightning_attn.capture.isolation import written_to
-from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.reader import Sampling, UnreadableError, UnreadablePieceError
 from lightning_attn.capture.trail import Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
@@ -61,17 +61,17 @@ class WrittenAttention:
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
-            raise UnreadableError(softmax.refusal)
+            raise (UnreadablePieceError if softmax.is_piece else UnreadableError)(softmax.refusal)
         if softmax.axes.count(SHARED) > 2 and not self.is_grouped:
-            raise UnreadableError(
+            raise UnreadablePieceError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
-                "cannot be told"
+                "cannot be told; beside it, `lightning_attn.observe(query, key, value, attn_mask=...)` tells of it"
             )
         if softmax.version != written_to(softmax.logits):
             raise UnreadableError("its logits are overwritten before its weights multiply the values")
 
         def arrange(tensor: Tensor) -> Tensor:
-            return arranged(tensor, softmax.axes, self._head_axes, sampling.max_sequences)
+            return self._arranged(tensor, softmax.axes, sampling)
 
         all_columns_BHNM = arrange(softmax.logits)
         if history.shift is not None:
@@ -113,8 +113,17 @@ class WrittenAttention:
     def _value(self, sampling: Sampling) -> Tensor | None:
         if self.value is None or self.softmax.changed_by is not None:
             return None
-        axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
-        return arranged(self.value, axes, self._head_axes, sampling.max_sequences)
+        return self._arranged(self.value, (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY), sampling)
+
+    def _arranged(self, tensor: Tensor, axes: Axes, sampling: Sampling) -> Tensor:
+        """A tensor with such axes as (B, H, rows, columns)."""
+        heads = 1
+        if self.softmax.axes.count(SHARED) == 1 and not self.is_grouped:
+            sizes = dict(zip(self.softmax.axes, self.softmax.logits.shape, strict=True))
+            heads = sampling.heads_in_batch(sizes[SHARED], sizes.get(QUERY, 1))
+        rows = None if sampling.max_sequences is None else sampling.max_sequences * heads
+        arranged_S1NM = arranged(tensor, axes, self._head_axes, rows)
+        return arranged_S1NM if heads == 1 else arranged_S1NM.unflatten(0, (-1, heads)).flatten(1, 2)
 
     def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
         """What the columns without a value amount to, as one logit per head."""
@@ -125,5 +134,8 @@ class WrittenAttention:
         sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
         sink_H = sink_BHN[0, :, 0]
         if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise UnreadableError("its softmax has columns without a value whose logits differ from row to row")
+            raise UnreadablePieceError(
+                "its softmax has columns without a value whose logits differ from row to row, so that they are no "
+                "learned sink; beside it, `lightning_attn.observe(query, key, value, attn_mask=...)` tells of it"
+            )
         return sink_H

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from support.cell import Arguments, Cell, cells_of, check
+from support.cell import Arguments, Cell, Seen, cells_of, check
 from support.hugging_face import IDS, SMALL, attention_of, made, padded, padding, sharpened
 from support.truth import Attention, Tape, causal, tokens
 from torch import Tensor, nn
@@ -56,6 +56,12 @@ def t5(way: str) -> nn.Module:
     return sharpened(model, "q", "relative_attention_bias", factor=2.0)
 
 
+def led(way: str) -> nn.Module:
+    longest = {"max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32}
+    model = made("LEDModel", "LEDConfig", way, **BART, **longest, attention_window=4)
+    return sharpened(model, "q_proj", "k_proj")
+
+
 def bert_decoder(way: str) -> nn.Module:
     settings = {**SMALL, "attention_probs_dropout_prob": 0.0, "is_decoder": True, "add_cross_attention": True}
     return sharpened(made("BertModel", "BertConfig", way, **settings), "query", "key")
@@ -75,6 +81,11 @@ def after_the_first_tokens(prompt: Arguments, model: nn.Module) -> Arguments:
 
 def text(side: str, model: nn.Module, decoded: int = 7) -> Arguments:
     return padded(side, decoder_input_ids=IDS[:, :decoded], use_cache=False)(model)
+
+
+def text_of_one_length(side: str, model: nn.Module) -> Arguments:
+    """As many tokens are decoded as the source has: no query is the token of a key for that."""
+    return text(side, model, decoded=12)
 
 
 def next_token_of_text(side: str, model: nn.Module) -> Arguments:
@@ -115,17 +126,18 @@ def is_decoding(arguments: Arguments) -> bool:
     return "cache" in arguments
 
 
-def truth_of_bart(model: nn.Module, tape: Tape, arguments: Arguments, scale: float | None = None) -> list[Attention]:
+def truth_of_bart(model: nn.Module, tape: Tape, arguments: Arguments, is_encoder_seen: bool = True) -> list[Attention]:
     names = {"query": "q_proj", "key": "k_proj", "output": "out_proj", "heads": 4}
-    queries = 1 if is_decoding(arguments) else 7
+    queries = arguments["decoder_input_ids"].shape[1]
+    keys = 7 if is_decoding(arguments) else queries
     source = tokens(arguments["attention_mask"]) if "attention_mask" in arguments else torch.ones(1, 1, 1, 10) > 0
     found = []
-    if not is_decoding(arguments):
+    if is_encoder_seen and not is_decoding(arguments):
         found += [attention_of(tape, f"encoder.layers.{i}.self_attn", source, **names) for i in range(2)]
     for layer in (f"decoder.layers.{i}" for i in range(2)):
         own, cross = f"{layer}.self_attn", f"{layer}.encoder_attn"
         found += [
-            attention_of(tape, own, causal(queries, 7), **names),
+            attention_of(tape, own, causal(queries, keys), **names),
             attention_of(tape, cross, source, **names, self_attention=False),
         ]
     return found
@@ -169,7 +181,7 @@ def bias_of_t5(model: nn.Module, stack: str, queries: int, keys: int) -> Tensor:
 
 def truth_of_t5(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
     names = {"query": "q", "key": "k", "output": "o", "heads": 4, "scale": 1.0}
-    queries = 1 if is_decoding(arguments) else arguments["decoder_input_ids"].shape[1]
+    queries = arguments["decoder_input_ids"].shape[1]
     keys = 7 if is_decoding(arguments) else queries
     source = tokens(arguments["attention_mask"])
     found = []
@@ -187,6 +199,7 @@ def truth_of_t5(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Atte
     return found
 
 
+ALL = Seen()
 Arguer = Callable[[nn.Module], Arguments]
 
 
@@ -198,6 +211,7 @@ def cells(
     whole: dict[str, Arguer],
     decoding: dict[str, Arguer],
     ways: tuple[str, ...] = ("eager", "sdpa"),
+    outcome: Seen = ALL,
 ) -> list[Cell]:
     """What is trained is whole sequences; decoding reads a cache."""
     return [
@@ -210,6 +224,7 @@ def cells(
             arguments,
             truth,
             tuple(site for site in sites if not (case in decoding and site.startswith("encoder.") and len(sites) == 3)),
+            outcome=outcome,
             training=mode == "train",
         )
         for way in ways
@@ -222,25 +237,23 @@ def on_both_sides(arguments: Callable[[str, nn.Module], Arguments], prefix: str 
     return {f"{prefix}{side} padding": partial(arguments, side) for side in ("left", "right")}
 
 
+TEXT = {**on_both_sides(text), **on_both_sides(text_of_one_length, "as many tokens as the source, ")}
+NEXT_OF_TEXT = on_both_sides(next_token_of_text, "one token with a cache, ")
 CELLS = [
-    *cells(
-        "T5",
-        t5,
-        truth_of_t5,
-        T5_SITES,
-        on_both_sides(text),
-        on_both_sides(next_token_of_text, "one token with a cache, "),
-    ),
-    *cells(
-        "BART",
-        bart,
-        truth_of_bart,
-        BART_SITES,
-        on_both_sides(text),
-        on_both_sides(next_token_of_text, "one token with a cache, "),
-    ),
+    *cells("T5", t5, truth_of_t5, T5_SITES, TEXT, NEXT_OF_TEXT),
+    *cells("BART", bart, truth_of_bart, BART_SITES, TEXT, NEXT_OF_TEXT),
     *cells(
         "Whisper", whisper, truth_of_bart, BART_SITES, {"": speech}, {"one token with a cache": next_token_of_speech}
+    ),
+    *cells(
+        "LED",
+        led,
+        partial(truth_of_bart, is_encoder_seen=False),
+        BART_SITES[1:],
+        on_both_sides(text_of_one_length),
+        {},
+        ("eager",),
+        Seen("the encoder, whose windows overlap, is refused; `observe` beside it tells of it", warning="rearranged"),
     ),
     *cells(
         "BERT as a decoder",

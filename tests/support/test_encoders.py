@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.cell import Arguments, Cell, cells_of, check
+from support.cell import Arguments, Cell, Refused, Seen, cells_of, check
 from support.hugging_face import SMALL, attention_of, made, padded, sharpened
 from support.truth import Attention, Tape, products, rotated, split_heads, tokens
 from torch import nn
@@ -42,6 +42,29 @@ def deberta(way: str, **settings: Any) -> nn.Module:
 def modernbert(way: str) -> nn.Module:
     settings = {**SMALL, "num_hidden_layers": 3, "local_attention": 4, "global_attn_every_n_layers": 2}
     return sharpened(made("ModernBertModel", "ModernBertConfig", way, **settings), "Wqkv")
+
+
+def longformer(way: str) -> nn.Module:
+    settings = {**BERT, "attention_window": 4, "max_position_embeddings": 64}
+    return bert("LongformerModel", "LongformerConfig", way, **settings)
+
+
+def bigbird(way: str, kind: str) -> nn.Module:
+    """Blocks of one token, so that a sequence of twelve is long enough for them."""
+    settings = {"attention_type": kind, "block_size": 1, "num_random_blocks": 1, "max_position_embeddings": 64}
+    return bert("BigBirdModel", "BigBirdConfig", way, **settings)
+
+
+def reformer(way: str) -> nn.Module:
+    heads = {"vocab_size": 60, "hidden_size": 32, "feed_forward_size": 48, "num_attention_heads": 4}
+    kinds = {"attn_layers": ["local", "lsh"], "num_hashes": 2, "num_buckets": 4}
+    chunks = {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "attention_head_size": 8}
+    positions = {"axial_pos_shape": (4, 3), "axial_pos_embds_dim": (16, 16)}
+    return made("ReformerModel", "ReformerConfig", way, **heads, **kinds, **chunks, **positions, is_decoder=False)
+
+
+def nothing(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
+    return []
 
 
 def truth_of_bert(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
@@ -142,12 +165,17 @@ def truth_of_modernbert(model: nn.Module, tape: Tape, arguments: Arguments) -> l
     return found
 
 
+ALL = Seen()
+
+
 def cells(
     model: str,
     make: Callable[[str], nn.Module],
     truth: Callable[[nn.Module, Tape, Arguments], list[Attention]],
     site: str,
     ways: tuple[str, ...] = ("eager", "sdpa"),
+    outcome: Seen | Refused = ALL,
+    modes: tuple[str, ...] = ("train", "eval"),
     **more: Any,
 ) -> list[Cell]:
     return [
@@ -160,14 +188,17 @@ def cells(
             padded(side, **more),
             truth,
             (site,),
+            outcome,
             training=mode == "train",
         )
         for way in ways
-        for mode in ("train", "eval")
+        for mode in modes
         for side in ("left", "right")
     ]
 
 
+OVERLAPPING = Refused("rearranged on their way .*observe", "its windows overlap; `observe` beside it tells of it")
+CHUNKS = Refused("windows, chunks.*observe", "it comes in chunks; `observe` beside it tells of it")
 CELLS = [
     *cells("BERT", partial(bert, "BertModel", "BertConfig"), truth_of_bert, BERT_SITES),
     *cells(
@@ -196,6 +227,20 @@ CELLS = [
         ("eager",),
     ),
     *cells("ModernBERT", modernbert, truth_of_modernbert, "layers.*.attn"),
+    *cells("BigBird, full", partial(bigbird, kind="original_full"), truth_of_bert, BERT_SITES, ("eager",)),
+    *cells("BigBird, sparse", partial(bigbird, kind="block_sparse"), nothing, BERT_SITES, ("eager",), CHUNKS),
+    *cells("Longformer", longformer, nothing, BERT_SITES, ("eager",), OVERLAPPING),
+    *cells(
+        "Longformer with global tokens",
+        longformer,
+        nothing,
+        BERT_SITES,
+        ("eager",),
+        OVERLAPPING,
+        global_attention_mask=torch.tensor([[1] + 11 * [0]]).expand(2, -1),
+    ),
+    # In training it seeds itself anew, so that no two runs are alike.
+    *cells("Reformer", reformer, nothing, "encoder.layers.*.attention.self_attention", ("eager",), CHUNKS, ("eval",)),
 ]
 
 
