@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -179,7 +180,7 @@ class Capture:
             max_sequences=self._max_sequences,
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
-            heads_in_batch=lambda sequences, queries: self._names.heads_in_batch(module, sequences, queries),
+            heads_in_batch=partial(self._names.heads_in_batch, module),
         )
         with isolated(device):
             # A view made without a graph still holds the graph of what it is a view of.

@@ -24,14 +24,14 @@ class Sampling:
         max_sequences: the first so many sequences; ``None`` for all.
         with_values: whether the values are wanted too.
         autocast_dtype: what the model computes products in at this point, ``None`` outside of autocast.
-        heads_in_batch: how many heads a batch of so many sequences, and so many queries, holds beside each other.
+        heads_in_batch: how many heads a batch of such a size holds beside each other, of so many queries and keys.
     """
 
     site: str
     max_sequences: int | None = None
     with_values: bool = False
     autocast_dtype: torch.dtype | None = None
-    heads_in_batch: Callable[[int, int], int] = lambda sequences, queries: 1
+    heads_in_batch: Callable[[int, int, int], int] = lambda sequences, queries, keys: 1
 
 
 def check_sequences(**numbers: int | None) -> None:

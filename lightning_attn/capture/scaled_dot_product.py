@@ -49,7 +49,7 @@ def _read(
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
     elif query.dim() == key.dim() == value.dim() == 3:
-        heads = sampling.heads_in_batch(*query.shape[:2])
+        heads = sampling.heads_in_batch(query.shape[0], query.shape[1], key.shape[1])
         query, key, value = (_beside_each_other(tensor, heads) for tensor in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
             attn_mask = _beside_each_other(attn_mask, heads)

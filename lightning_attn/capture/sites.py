@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from types import FrameType
 
 from torch import Tensor, nn
@@ -89,24 +90,21 @@ class SiteNames:
             known = self._running[module] = (next(self._numbers), running)
         return known[0]
 
-    def heads_in_batch(self, module: nn.Module, sequences: int, queries: int) -> int:
+    def heads_in_batch(self, module: nn.Module, sequences: int, queries: int, keys: int) -> int:
         """How many heads a module has put into the batch beside each other, (B, N, L) having become (B H, N, D).
 
-        It is told by the tokens that the module was called with: as many as there are queries, so that what the batch
-        has more of than sequences are heads, and not windows of a sequence.
+        It is told by the tokens that the module was called with: as many as there are queries, or keys, so that what
+        the batch has more of than sequences are heads, and not windows of a sequence.
 
         Args:
             module: a module that is running.
             sequences: the size of the batch.
             queries: their number.
+            keys: their number.
         """
-        for given in _argument_tensors(self._frame_of(module)):
-            if given.dim() != 3 or not given.is_floating_point():
-                continue
-            first, second, _ = given.shape
-            # Of one token, and as many sequences as queries, tokens do not come first.
-            batch = first if second == queries else second if first == queries and second > 1 else 0
-            if batch:
+        given = [tensor for tensor in _argument_tensors(self._frame_of(module)) if tensor.is_floating_point()]
+        for tokens in (queries, keys):
+            for batch in (batch for tensor in given for batch in _sequences_of(tensor, tokens)):
                 return sequences // batch if sequences % batch == 0 else 1
         return 1
 
@@ -117,9 +115,13 @@ class SiteNames:
             module: a module that is running.
             keys: their number.
         """
-        given = self._frame_of(module).f_locals
-        others = (given.get(name) for name in _OTHER_TOKENS)
-        return any(isinstance(other, Tensor) and other.dim() == 3 and keys in other.shape[:2] for other in others)
+        frame = self._frame_of(module)
+        others = (frame.f_locals.get(name) for name in _OTHER_TOKENS)
+        own = next(iter(_argument_tensors(frame)), None)
+        return any(
+            isinstance(other, Tensor) and other is not own and other.dim() == 3 and keys in other.shape[:2]
+            for other in others
+        )
 
     @staticmethod
     def _frame_of(module: nn.Module) -> FrameType:
@@ -130,6 +132,16 @@ class SiteNames:
 
 #: What libraries call the tokens that cross-attention reads its keys from, as an argument beside those of the queries.
 _OTHER_TOKENS = ("key_value_states", "encoder_hidden_states", "context", "memory")
+
+
+def _sequences_of(states: Tensor, tokens: int) -> Iterator[int]:
+    """How many sequences hidden states hold, if each is of so many tokens; pictures have theirs in several axes."""
+    if states.dim() == 3 and states.shape[1] == tokens:
+        yield states.shape[0]
+    elif states.dim() == 3 and states.shape[0] == tokens and states.shape[1] > 1:  # tokens come first, if not of one
+        yield states.shape[1]
+    elif states.dim() > 3 and tokens in (prod(states.shape[1:-1]), prod(states.shape[2:])):
+        yield states.shape[0]
 
 
 @dataclass(frozen=True)

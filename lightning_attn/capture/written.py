@@ -120,7 +120,7 @@ class WrittenAttention:
         heads = 1
         if self.softmax.axes.count(SHARED) == 1 and not self.is_grouped:
             sizes = dict(zip(self.softmax.axes, self.softmax.logits.shape, strict=True))
-            heads = sampling.heads_in_batch(sizes[SHARED], sizes.get(QUERY, 1))
+            heads = sampling.heads_in_batch(sizes[SHARED], sizes.get(QUERY, 1), sizes[KEY])
         rows = None if sampling.max_sequences is None else sampling.max_sequences * heads
         arranged_S1NM = arranged(tensor, axes, self._head_axes, rows)
         return arranged_S1NM if heads == 1 else arranged_S1NM.unflatten(0, (-1, heads)).flatten(1, 2)

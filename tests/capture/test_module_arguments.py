@@ -90,6 +90,33 @@ def test_heads_of_one_sequence(attend: Attend) -> None:
     assert (call.sequences, call.heads, call.queries) == (1, HEADS, TOKENS)
 
 
+class OfPictures(HeadsInBatch):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states.flatten(1, 2))
+
+
+class WithLearnedQueries(HeadsInBatch):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__(attend)
+        self.latents = nn.Parameter(torch.randn(KEYS, HEADS * WIDTH))
+
+    def forward(self, memory: Tensor) -> Tensor:
+        return super().forward(self.latents.expand(SEQUENCES, -1, -1), memory)
+
+
+@pytest.mark.parametrize("attend", [fused, written_out], ids=lambda attend: attend.__name__)
+def test_heads_of_pictures(attend: Attend) -> None:
+    call, _ = only_call(OfPictures(attend), torch.randn(SEQUENCES, 2, 4, HEADS * WIDTH))
+    assert (call.sequences, call.heads, call.queries) == (SEQUENCES, HEADS, 8)
+    assert call.self_attention
+
+
+@pytest.mark.parametrize("attend", [fused, written_out], ids=lambda attend: attend.__name__)
+def test_heads_of_learned_queries_are_told_by_the_keys(attend: Attend) -> None:
+    call, _ = only_call(WithLearnedQueries(attend), states(TOKENS))
+    assert (call.sequences, call.heads, call.queries, call.keys) == (SEQUENCES, HEADS, KEYS, TOKENS)
+
+
 class Windows(nn.Module):
     """Windows of a sequence are in the batch, of a single head."""
 
@@ -122,7 +149,9 @@ def test_as_many_sequences_as_in_the_batch_have_one_head_each(attend: Attend) ->
 @pytest.mark.parametrize("attend", [fused, written_out], ids=lambda attend: attend.__name__)
 def test_as_many_tokens_of_others_are_no_self_attention(attend: Attend, keys: int) -> None:
     model = HeadsInBatch(attend)
-    assert only_call(model, states(TOKENS))[0].self_attention
+    own = states(TOKENS)
+    assert only_call(model, own)[0].self_attention
+    assert only_call(model, own, own)[0].self_attention
     assert not only_call(model, states(TOKENS), states(keys))[0].self_attention
     assert not only_call(model, states(TOKENS), key_value_states=states(keys))[0].self_attention
 

@@ -44,6 +44,21 @@ def modernbert(way: str) -> nn.Module:
     return sharpened(made("ModernBertModel", "ModernBertConfig", way, **settings), "Wqkv")
 
 
+def wav2vec(way: str) -> nn.Module:
+    """Two convolutions make 19 tokens of 200 samples, and 9 of 100. Nothing is masked or skipped at random."""
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+    positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+    chance = {"apply_spec_augment": False, "layerdrop": 0.0, "attention_dropout": 0.0}
+    settings = {**SMALL, **convolutions, **positions, **chance}
+    return sharpened(made("Wav2Vec2Model", "Wav2Vec2Config", way, **settings), "q_proj", "k_proj")
+
+
+def speech(model: nn.Module) -> Arguments:
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, 100:] = 0
+    return {"input_values": torch.randn(2, 200), "attention_mask": mask}
+
+
 def longformer(way: str) -> nn.Module:
     settings = {**BERT, "attention_window": 4, "max_position_embeddings": 64}
     return bert("LongformerModel", "LongformerConfig", way, **settings)
@@ -89,6 +104,12 @@ def truth_of_distilbert(model: nn.Module, tape: Tape, arguments: Arguments) -> l
         )
         for i in range(2)
     ]
+
+
+def truth_of_wav2vec(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
+    visible = (torch.arange(19) < torch.tensor([[19], [9]]))[:, None, None]
+    names = {"query": "q_proj", "key": "k_proj", "output": "out_proj", "heads": 4}
+    return [attention_of(tape, f"encoder.layers.{i}.attention", visible, **names) for i in range(2)]
 
 
 def truth_of_albert(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
@@ -241,6 +262,21 @@ CELLS = [
     ),
     # In training it seeds itself anew, so that no two runs are alike.
     *cells("Reformer", reformer, nothing, "encoder.layers.*.attention.self_attention", ("eager",), CHUNKS, ("eval",)),
+]
+CELLS += [
+    Cell(
+        FAMILY,
+        "Wav2Vec2",
+        way,
+        f"{mode}, right padding",
+        partial(wav2vec, way),
+        speech,
+        truth_of_wav2vec,
+        ("encoder.layers.*.attention",),
+        training=mode == "train",
+    )
+    for way in ("eager", "sdpa")
+    for mode in ("train", "eval")
 ]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from support.cell import Arguments, Cell, cells_of, check
+from support.cell import Arguments, Cell, Seen, cells_of, check
 from support.hugging_face import SMALL, attention_of, made, padded, sharpened
 from support.truth import Attention, Tape, causal, products, split_heads, tokens
 from torch import Tensor, nn
@@ -49,6 +50,44 @@ def swin(way: str) -> nn.Module:
     return with_biases(sharpened(model, "q_proj", "k_proj"))
 
 
+def sam(way: str) -> nn.Module:
+    """Windows of 2 x 2 in the first layer, the whole picture in the second; a bias for each query's row and column."""
+    settings = {"window_size": 2, "global_attn_indexes": [1], "output_channels": 8, "mlp_dim": 48}
+    model = made("SamVisionModel", "SamVisionConfig", way, **VISION, **settings, initializer_range=0.1)
+    for name, parameter in model.named_parameters():
+        if "rel_pos" in name:
+            nn.init.normal_(parameter)
+    return sharpened(model, "qkv")
+
+
+def detr(way: str) -> nn.Module:
+    """Its backbone makes 2 x 3 places of a picture, of which the second picture has 2 x 2."""
+    transformers = pytest.importorskip("transformers")
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], out_features=["stage4"]
+    )
+    stacks = {
+        f"{part}_{size}": number
+        for part in ("encoder", "decoder")
+        for size, number in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    config = transformers.DetrConfig(
+        **stacks,
+        d_model=32,
+        num_queries=5,
+        use_timm_backbone=False,
+        backbone=None,
+        use_pretrained_backbone=False,
+        backbone_config=backbone,
+        attn_implementation={"": way, "backbone_config": "eager"},
+    )
+    model: nn.Module = transformers.DetrModel(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("v_proj.bias"):
+            nn.init.normal_(parameter)
+    return sharpened(model, "q_proj", "k_proj")
+
+
 def beside_text(model: str, config: str, way: str, **text: Any) -> nn.Module:
     text = {**SMALL, "max_position_embeddings": 12, "eos_token_id": 2, "bos_token_id": 1, **text}
     settings = {"text_config": text, "vision_config": VISION}
@@ -62,6 +101,12 @@ def pictures(model: nn.Module, height: int = 16, width: int = 16, **more: Any) -
 
 def larger_pictures(model: nn.Module) -> Arguments:
     return pictures(model, height=24, interpolate_pos_encoding=True)
+
+
+def pictures_of_two_sizes(model: nn.Module) -> Arguments:
+    mask = torch.ones(2, 64, 96, dtype=torch.long)
+    mask[1, :, 64:] = 0
+    return {"pixel_values": torch.randn(2, 3, 64, 96), "pixel_mask": mask}
 
 
 def pictures_and_text(side: str, model: nn.Module) -> Arguments:
@@ -126,6 +171,36 @@ def truth_of_beit(model: nn.Module, tape: Tape, arguments: Arguments) -> list[At
     return found
 
 
+def truth_of_detr(way: str, model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
+    """The queries of the decoder are learned; before they have read the picture, no data are in them."""
+    in_picture = torch.ones(2, 2, 3, dtype=torch.bool)
+    in_picture[1, :, 2] = False
+    picture = tokens(in_picture.flatten(1))
+    found = [attention_of(tape, f"encoder.layers.{i}.self_attn", picture, **NAMES) for i in range(2)]
+    for i in range(2):
+        if i or way == "sdpa":
+            found.append(attention_of(tape, f"decoder.layers.{i}.self_attn", ALL, **NAMES))
+        site = f"decoder.layers.{i}.encoder_attn"
+        found.append(attention_of(tape, site, picture, **NAMES, self_attention=False))
+    return found
+
+
+def truth_of_sam(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
+    """What a query adds for a key is its product with an embedding of the rows between them, and of the columns."""
+    found = []
+    for layer, side in enumerate((2, 4)):
+        site = f"vision_encoder.layers.{layer}.attn"
+        query, key, _ = (split_heads(part.flatten(1, 2), 4) for part in tape.gave_at(f"{site}.qkv", 0).chunk(3, -1))
+        place = torch.arange(side * side)
+        logits = products(query, key)
+        for axis, coordinate in (("h", place // side), ("w", place % side)):
+            embedded_PD = model.get_parameter(f"{site}.rel_pos_{axis}").double()
+            of_pair_NMD = embedded_PD[coordinate[:, None] - coordinate + side - 1]
+            logits = logits + torch.einsum("bhnd,nmd->bhnm", query, of_pair_NMD)
+        found.append(Attention(site, logits, ALL, tape.given_at(f"{site}.proj", 0).flatten(1, 2)))
+    return found
+
+
 def truth_of_clip(is_causal: bool, model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
     names = {**NAMES, "output": "out_proj"}
     visible = tokens(arguments["attention_mask"])
@@ -162,6 +237,8 @@ def cells(
     truth: Callable[[nn.Module, Tape, Arguments], list[Attention]],
     sites: tuple[str, ...],
     cases: dict[str, Callable[[nn.Module], Arguments]] | None = None,
+    ways: tuple[str, ...] = ("eager", "sdpa"),
+    outcome: Seen | None = None,
 ) -> list[Cell]:
     return [
         Cell(
@@ -173,9 +250,10 @@ def cells(
             arguments,
             truth,
             sites,
+            outcome or Seen(),
             training=mode == "train",
         )
-        for way in ("eager", "sdpa")
+        for way in ways
         for mode in ("train", "eval")
         for case, arguments in ({"": pictures} if cases is None else cases).items()
     ]
@@ -200,6 +278,20 @@ CELLS = [
     ),
     *cells("BEiT", beit, truth_of_beit, (LAYERS,)),
     *cells("Swin", swin, truth_of_swin, ("encoder.layers.*.blocks.*.attention",)),
+    *cells("SAM", sam, truth_of_sam, ("vision_encoder.layers.*.attn",)),
+    *(
+        cell
+        for way, note in (("eager", "but learned queries among each other, before they read the picture"), ("sdpa", ""))
+        for cell in cells(
+            "DETR",
+            detr,
+            partial(truth_of_detr, way),
+            ("encoder.layers.*.self_attn", "decoder.layers.*.self_attn", "decoder.layers.*.encoder_attn"),
+            {"pictures of two sizes": pictures_of_two_sizes},
+            (way,),
+            Seen(note),
+        )
+    ),
     *cells(
         "CLIP", partial(beside_text, "CLIPModel", "CLIPConfig"), partial(truth_of_clip, True), TOWERS, ON_BOTH_SIDES
     ),
