@@ -240,6 +240,7 @@ class SoftmaxFollower:
                 softmax.refusal = _REARRANGED
                 both = tuple(module for module in softmax.modules if module in modules)
                 self._found(WrittenAttention(softmax, both, None, False, slice(0, 0)))
+                softmax.logits = softmax.logits.new_empty(0)
 
     def _multiply(self, product: Contraction, left: Followed | None, right: Followed | None) -> bool:
         if isinstance(left, Weights) and isinstance(right, Weights):
@@ -562,7 +563,8 @@ class SoftmaxFollower:
             if isinstance(followed, (Rearranged, Weights, Logits)):
                 size = max(size, operand.numel())
         if _SYNONYMS.get(call.name, call.name) == "softmax" and not softmaxes:
-            softmaxes = (Softmax(call.operands[0][:0], (QUERY, KEY), Logits((LEFT, RIGHT)), self._modules(), 0),)
+            nothing = call.operands[0].new_empty(0)
+            softmaxes = (Softmax(nothing, (QUERY, KEY), Logits((LEFT, RIGHT)), self._modules(), version=0),)
         kept = Rearranged(tuple(dict.fromkeys(softmaxes)))
         for result in call.results:
             # What is smaller by far is a sum or a maximum, unless it is a part.

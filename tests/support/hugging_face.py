@@ -40,11 +40,11 @@ def sharpened(model: nn.Module, *layers: str, factor: float = 5.0) -> nn.Module:
     return model
 
 
-def padding(side: str) -> Tensor:
-    """The mask of two sequences of 12 tokens, of which the second has 3 that are padding, on one side."""
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, {"left": slice(0, 3), "right": slice(9, 12)}[side]] = 0
-    return mask
+def padding(side: str, tokens: int = 12) -> Tensor:
+    """The mask of two sequences, of which a quarter of the second is padding, on one side."""
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[1, : tokens // 4] = 0
+    return mask if side == "left" else mask.flip(1)
 
 
 def padded(side: str, **more: Any) -> Callable[[nn.Module], Arguments]:

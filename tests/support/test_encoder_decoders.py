@@ -88,6 +88,10 @@ def text_of_one_length(side: str, model: nn.Module) -> Arguments:
     return text(side, model, decoded=12)
 
 
+def text_with_padded_targets(side: str, model: nn.Module) -> Arguments:
+    return {**text(side, model), "decoder_attention_mask": padding(side, 7)}
+
+
 def next_token_of_text(side: str, model: nn.Module) -> Arguments:
     prompt = padded(side, decoder_input_ids=IDS[:, :DECODED])(model)
     return after_the_first_tokens(prompt, model)
@@ -106,7 +110,7 @@ def beside_an_encoder(side: str, model: nn.Module) -> Arguments:
     """What an encoder gave, of which some is padding, and tokens of which some are, too."""
     return {
         "input_ids": IDS[:, :7],
-        "attention_mask": padding("left")[:, :7],
+        "attention_mask": padding("left", 7),
         "encoder_hidden_states": torch.randn(2, 12, 32),
         "encoder_attention_mask": padding(side),
         "use_cache": False,
@@ -126,6 +130,11 @@ def is_decoding(arguments: Arguments) -> bool:
     return "cache" in arguments
 
 
+def visible_to_targets(arguments: Arguments, queries: int, keys: int) -> Tensor:
+    visible = causal(queries, keys)
+    return visible & tokens(arguments["decoder_attention_mask"]) if "decoder_attention_mask" in arguments else visible
+
+
 def truth_of_bart(model: nn.Module, tape: Tape, arguments: Arguments, is_encoder_seen: bool = True) -> list[Attention]:
     names = {"query": "q_proj", "key": "k_proj", "output": "out_proj", "heads": 4}
     queries = arguments["decoder_input_ids"].shape[1]
@@ -137,7 +146,7 @@ def truth_of_bart(model: nn.Module, tape: Tape, arguments: Arguments, is_encoder
     for layer in (f"decoder.layers.{i}" for i in range(2)):
         own, cross = f"{layer}.self_attn", f"{layer}.encoder_attn"
         found += [
-            attention_of(tape, own, causal(queries, keys), **names),
+            attention_of(tape, own, visible_to_targets(arguments, queries, keys), **names),
             attention_of(tape, cross, source, **names, self_attention=False),
         ]
     return found
@@ -193,7 +202,7 @@ def truth_of_t5(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Atte
         own, cross = f"{layer}.0.SelfAttention", f"{layer}.1.EncDecAttention"
         bias = bias_of_t5(model, "decoder", queries, keys)
         found += [
-            attention_of(tape, own, causal(queries, keys), **names, bias=bias),
+            attention_of(tape, own, visible_to_targets(arguments, queries, keys), **names, bias=bias),
             attention_of(tape, cross, source, **names, self_attention=False),
         ]
     return found
@@ -237,7 +246,11 @@ def on_both_sides(arguments: Callable[[str, nn.Module], Arguments], prefix: str 
     return {f"{prefix}{side} padding": partial(arguments, side) for side in ("left", "right")}
 
 
-TEXT = {**on_both_sides(text), **on_both_sides(text_of_one_length, "as many tokens as the source, ")}
+TEXT = {
+    **on_both_sides(text),
+    **on_both_sides(text_of_one_length, "as many tokens as the source, "),
+    **on_both_sides(text_with_padded_targets, "source and target with "),
+}
 NEXT_OF_TEXT = on_both_sides(next_token_of_text, "one token with a cache, ")
 CELLS = [
     *cells("T5", t5, truth_of_t5, T5_SITES, TEXT, NEXT_OF_TEXT),

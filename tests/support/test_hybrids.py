@@ -91,7 +91,7 @@ def packed(model: nn.Module) -> Arguments:
 
 def next_token(side: str | None, model: nn.Module) -> Arguments:
     """One token more than a cache holds."""
-    prompt = {} if side is None else {"attention_mask": padding(side).roll(DECODED, 1)[:, :DECODED]}
+    prompt = {} if side is None else {"attention_mask": padding(side, DECODED)}
     cache = model(input_ids=IDS[:, :DECODED], **prompt, use_cache=True).past_key_values
     longer = {name: torch.cat([mask, mask.new_ones(2, 1)], 1) for name, mask in prompt.items()}
     token = {"input_ids": IDS[:, DECODED : DECODED + 1], "position_ids": torch.full((2, 1), DECODED)}
