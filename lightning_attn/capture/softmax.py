@@ -255,7 +255,7 @@ class SoftmaxFollower:
         key = labels[weights.axes.index(KEY)]
         if isinstance(factor, Constant):
             return key in product.summed  # a distribution over numbers; otherwise heads are mixed
-        if factor is not None:
+        if factor is not None and not isinstance(factor, Logits):
             return True  # the logarithms of a loss, other weights
         if key in product.summed:
             if product.summed.intersection(labels) != {key}:

@@ -182,6 +182,12 @@ def preallocated(model: Model, source: Tensor) -> Tensor:
     return output
 
 
+def values_that_are_products(model: Model, source: Tensor) -> Tensor:
+    """As where data make the layer of the values: they descend from a product of two activations, too."""
+    query, key, value = model.heads(source)
+    return told(model, scores_of(query, key), value @ (key.mT @ value / TOKENS))
+
+
 def one_key_head(model: Model, source: Tensor) -> Tensor:
     """As GPT-BigCode does: queries of all heads are one axis in both products, two axes between them."""
     query = model.query(source).view(SEQUENCES, TOKENS * HEADS, WIDTH)
@@ -418,6 +424,7 @@ SEEN: list[Attend] = [
     values_of_every_query,
     head_by_head_after_the_softmax,
     weights_used_again,
+    values_that_are_products,
 ]
 WITHOUT_VALUES = (values_of_every_query, head_by_head_after_the_softmax)
 
