@@ -196,7 +196,9 @@ class SoftmaxFollower:
             self._refuse_exponentials(product, left, right)
             return True
         if isinstance(left, Constant) and isinstance(right, Constant):
-            return False
+            # Learned queries of several heads may be compared with each other; matrices are weights of a layer.
+            if not (left.is_computed and right.is_computed and product.left.dim() == product.right.dim() > 2):
+                return False
         if left is CONSTANT or right is CONSTANT:
             logits, labels = (left, product.left_axes) if isinstance(left, Logits) else (right, product.right_axes)
             # Weights of the model may mix heads. A layer on tokens or channels makes something else of them.
@@ -253,9 +255,11 @@ class SoftmaxFollower:
             weights, tensor, labels = right, product.right, product.right_axes
             value, value_labels, factor = product.left, product.left_axes, left
         key = labels[weights.axes.index(KEY)]
-        if isinstance(factor, Constant):
+        # Learned queries compare themselves with each other before they have read any data, as in DETR.
+        has_data = any(len(softmax.history.without_data) < 2 for softmax in weights.softmaxes)
+        if isinstance(factor, Constant) and (has_data or not factor.is_computed):
             return key in product.summed  # a distribution over numbers; otherwise heads are mixed
-        if factor is not None and not isinstance(factor, Logits):
+        if not (factor is None or isinstance(factor, (Constant, Logits))):
             return True  # the logarithms of a loss, other weights
         if key in product.summed:
             if product.summed.intersection(labels) != {key}:
@@ -473,7 +477,7 @@ class SoftmaxFollower:
         side = history.axes[axis]
         if side == SHARED:
             return None
-        if side in history.without_data:
+        if side in history.without_data and len(history.without_data) == 1:
             return None  # a codebook, a router: keys that are the same for all data
         # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens; and
         # where queries are the same for all sequences, as learned ones, that axis is the keys' alone.

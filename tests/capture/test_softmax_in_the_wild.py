@@ -188,6 +188,12 @@ def values_that_are_products(model: Model, source: Tensor) -> Tensor:
     return told(model, scores_of(query, key), value @ (key.mT @ value / TOKENS))
 
 
+def learned_queries_among_each_other(model: Model, source: Tensor) -> Tensor:
+    """As in the first layer of DETR's decoder: no data have come in yet."""
+    query, key, value = model.heads(model.experts.expand(SEQUENCES, -1, -1))
+    return told(model, scores_of(query, key), value)
+
+
 def one_key_head(model: Model, source: Tensor) -> Tensor:
     """As GPT-BigCode does: queries of all heads are one axis in both products, two axes between them."""
     query = model.query(source).view(SEQUENCES, TOKENS * HEADS, WIDTH)
@@ -425,6 +431,7 @@ SEEN: list[Attend] = [
     head_by_head_after_the_softmax,
     weights_used_again,
     values_that_are_products,
+    learned_queries_among_each_other,
 ]
 WITHOUT_VALUES = (values_of_every_query, head_by_head_after_the_softmax)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cell import Arguments, Cell, Seen, cells_of, check
+from support.cell import Arguments, Cell, cells_of, check
 from support.hugging_face import SMALL, attention_of, made, padded, sharpened
 from support.truth import Attention, Tape, causal, products, split_heads, tokens
 from torch import Tensor, nn
@@ -171,17 +171,18 @@ def truth_of_beit(model: nn.Module, tape: Tape, arguments: Arguments) -> list[At
     return found
 
 
-def truth_of_detr(way: str, model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
-    """The queries of the decoder are learned; before they have read the picture, no data are in them."""
+def truth_of_detr(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
+    """Learned queries are compared with each other in the decoder, at first before they have read the picture."""
     in_picture = torch.ones(2, 2, 3, dtype=torch.bool)
     in_picture[1, :, 2] = False
     picture = tokens(in_picture.flatten(1))
     found = [attention_of(tape, f"encoder.layers.{i}.self_attn", picture, **NAMES) for i in range(2)]
     for i in range(2):
-        if i or way == "sdpa":
-            found.append(attention_of(tape, f"decoder.layers.{i}.self_attn", ALL, **NAMES))
-        site = f"decoder.layers.{i}.encoder_attn"
-        found.append(attention_of(tape, site, picture, **NAMES, self_attention=False))
+        own, cross = f"decoder.layers.{i}.self_attn", f"decoder.layers.{i}.encoder_attn"
+        found += [
+            attention_of(tape, own, ALL, **NAMES),
+            attention_of(tape, cross, picture, **NAMES, self_attention=False),
+        ]
     return found
 
 
@@ -237,8 +238,6 @@ def cells(
     truth: Callable[[nn.Module, Tape, Arguments], list[Attention]],
     sites: tuple[str, ...],
     cases: dict[str, Callable[[nn.Module], Arguments]] | None = None,
-    ways: tuple[str, ...] = ("eager", "sdpa"),
-    outcome: Seen | None = None,
 ) -> list[Cell]:
     return [
         Cell(
@@ -250,10 +249,9 @@ def cells(
             arguments,
             truth,
             sites,
-            outcome or Seen(),
             training=mode == "train",
         )
-        for way in ways
+        for way in ("eager", "sdpa")
         for mode in ("train", "eval")
         for case, arguments in ({"": pictures} if cases is None else cases).items()
     ]
@@ -279,18 +277,12 @@ CELLS = [
     *cells("BEiT", beit, truth_of_beit, (LAYERS,)),
     *cells("Swin", swin, truth_of_swin, ("encoder.layers.*.blocks.*.attention",)),
     *cells("SAM", sam, truth_of_sam, ("vision_encoder.layers.*.attn",)),
-    *(
-        cell
-        for way, note in (("eager", "but learned queries among each other, before they read the picture"), ("sdpa", ""))
-        for cell in cells(
-            "DETR",
-            detr,
-            partial(truth_of_detr, way),
-            ("encoder.layers.*.self_attn", "decoder.layers.*.self_attn", "decoder.layers.*.encoder_attn"),
-            {"pictures of two sizes": pictures_of_two_sizes},
-            (way,),
-            Seen(note),
-        )
+    *cells(
+        "DETR",
+        detr,
+        truth_of_detr,
+        ("encoder.layers.*.self_attn", "decoder.layers.*.self_attn", "decoder.layers.*.encoder_attn"),
+        {"pictures of two sizes": pictures_of_two_sizes},
     ),
     *cells(
         "CLIP", partial(beside_text, "CLIPModel", "CLIPConfig"), partial(truth_of_clip, True), TOWERS, ON_BOTH_SIDES
