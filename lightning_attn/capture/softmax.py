@@ -195,10 +195,11 @@ class SoftmaxFollower:
         if isinstance(left, Exponentials) or isinstance(right, Exponentials):
             self._refuse_exponentials(product, left, right)
             return True
-        if isinstance(left, Constant) and isinstance(right, Constant):
-            # Learned queries of several heads may be compared with each other; matrices are weights of a layer.
-            if not (left.is_computed and right.is_computed and product.left.dim() == product.right.dim() > 2):
-                return False
+        are_constants = isinstance(left, Constant) and isinstance(right, Constant)
+        if are_constants and not (
+            _may_be_learned_queries(left, product.left) and _may_be_learned_queries(right, product.right)
+        ):
+            return False
         if left is CONSTANT or right is CONSTANT:
             logits, labels = (left, product.left_axes) if isinstance(left, Logits) else (right, product.right_axes)
             # Weights of the model may mix heads. A layer on tokens or channels makes something else of them.
@@ -633,6 +634,11 @@ def _is_rearranged(call: Operation) -> bool:
     """Whether the layout of what comes out cannot be followed. Beside logits that it can, it is that of a bias."""
     has_layout = any(isinstance(followed, (Logits, Weights)) for followed in call.known)
     return call.first(Rearranged) is not None and (not has_layout or call.name == "cat")
+
+
+def _may_be_learned_queries(followed: Followed | None, tensor: Tensor) -> bool:
+    """Whether a constant may be learned queries of several heads, or their keys. Matrices are weights of a layer."""
+    return followed == COMPUTED_CONSTANT and tensor.dim() > 2
 
 
 def _puts_pieces_together(call: Operation) -> bool:

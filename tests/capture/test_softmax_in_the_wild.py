@@ -734,6 +734,14 @@ def ragged(model: Model, source: Tensor) -> Tensor:
     return torch.matmul(weights, model.value(nested))
 
 
+def router_of_a_composed_weight(model: Model, source: Tensor) -> Tensor:
+    """A weight that is a product of products, as some parametrisations make."""
+    weight = (model.query.weight @ model.key.weight) @ (model.value.weight @ model.query.weight)
+    gates = functional.linear(source, weight[:4]).softmax(-1)
+    outputs = torch.stack([layer(source) for layer in (model.query, model.key, model.value, model.query)], 2)
+    return torch.einsum("bte,btew->btw", gates, outputs)
+
+
 NOT_SEEN: list[Attend] = [
     router_after_linear_attention,
     cosine_router,
@@ -748,6 +756,7 @@ NOT_SEEN: list[Attend] = [
     codebook_through_a_layer,
     contrastive_against_soft_targets,
     codebook_with_a_slot_of_zeros,
+    router_of_a_composed_weight,
 ]
 
 
