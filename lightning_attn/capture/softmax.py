@@ -186,7 +186,7 @@ class SoftmaxFollower:
 
     def _see_product(self, product: Contraction, call: Operation) -> bool:
         """Whether the product ends here what was followed, or begins it."""
-        left, right = self._trail.get(product.left), self._trail.get(product.right)
+        left, right = self._factor(product.left), self._factor(product.right)
         if isinstance(left, Rearranged) or isinstance(right, Rearranged):
             self._refuse_rearranged(left, right)
             return True
@@ -217,6 +217,11 @@ class SoftmaxFollower:
             )
             self._trail.set(result, Logits(axes, masks=masks, without_data=without_data))
         return True
+
+    def _factor(self, tensor: Tensor) -> Followed | None:
+        """What is known of an operand of a product; what was once a product, and is no logits any more, is data."""
+        followed = self._trail.get(tensor)
+        return None if isinstance(followed, Rearranged) and not followed.softmaxes else followed
 
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
         """Exponentials that multiply values before they are divided by their sum."""
@@ -512,7 +517,7 @@ class SoftmaxFollower:
     # From the softmax to the values.
 
     def _see_mul(self, call: Operation) -> None:
-        found, factors = call.first(Weights), [o for o, k in zip(call.operands, call.known, strict=True) if k is None]
+        found, factors = call.first(Weights), [operand for operand in call.operands if self._factor(operand) is None]
         if call.first(Exponentials):
             self._see_div(call)
         elif found and factors and call.results[0].numel() > found[0].numel():

@@ -188,6 +188,23 @@ def values_that_are_products(model: Model, source: Tensor) -> Tensor:
     return told(model, scores_of(query, key), value @ (key.mT @ value / TOKENS))
 
 
+def values_put_together(model: Model, source: Tensor) -> Tensor:
+    """As chunks of a linear attention are: they descend from products, and are no logits."""
+    query, key, value = model.heads(source)
+    together = torch.zeros(SEQUENCES, HEADS, TOKENS, WIDTH)
+    for start in range(0, TOKENS, 2):
+        together[:, :, start : start + 2] = query[:, :, start : start + 2] @ (key.mT @ value / TOKENS)
+    return told(model, scores_of(query, key), together)
+
+
+def queries_put_together(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    together = torch.zeros(SEQUENCES, HEADS, TOKENS, WIDTH)
+    for start in range(0, TOKENS, 2):
+        together[:, :, start : start + 2] = query[:, :, start : start + 2] @ (key.mT @ value / TOKENS)
+    return told(model, scores_of(together, key), value)
+
+
 def learned_queries_among_each_other(model: Model, source: Tensor) -> Tensor:
     """As in the first layer of DETR's decoder: no data have come in yet."""
     query, key, value = model.heads(model.experts.expand(SEQUENCES, -1, -1))
@@ -431,6 +448,8 @@ SEEN: list[Attend] = [
     head_by_head_after_the_softmax,
     weights_used_again,
     values_that_are_products,
+    values_put_together,
+    queries_put_together,
     learned_queries_among_each_other,
 ]
 WITHOUT_VALUES = (values_of_every_query, head_by_head_after_the_softmax)
