@@ -79,6 +79,7 @@ class AttentionObserver:
         self._findings = Findings()
         self._small: SmallCalls | None = None
         self._saw_attention = False
+        self._in_pieces: set[str] = set()
         self._faults = SiteFaults()
         #: Joins the ranks' sums with every snapshot.
         self.reduction = RankReduction()
@@ -123,7 +124,7 @@ class AttentionObserver:
         for site in self._findings.sites_in_loops:
             with self._reporting(site):
                 self._findings.end_loop(site)
-        found = self._findings.all()
+        found = self._without_pieces(self._findings.all())
         self.forget()
         sums = self.reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
         if not (sums or self._faults.reported or self._saw_attention):
@@ -137,6 +138,12 @@ class AttentionObserver:
         """Drop what was seen since the last snapshot."""
         self._findings = Findings()
         self._small = None
+
+    def _without_pieces(self, found: dict[str, Sums]) -> dict[str, Sums]:
+        """Drop what was found of attention before a piece of it turned out to be unreadable."""
+        new = self._faults.in_pieces - self._in_pieces
+        self._in_pieces |= new
+        return {site: sums for site, sums in found.items() if site not in new}
 
     def _leaves_out(self) -> bool:
         """Whether the model is compiled and compiled models are not to be watched, which is said once."""

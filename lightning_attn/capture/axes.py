@@ -32,6 +32,10 @@ TOKENS_AS_HEADS = (
     "the axis that heads should have goes from token to token (windows, chunks, sequences); fold it into the "
     "sequences, (B, H, N, D)"
 )
+KEYS_OF_WINDOWS = (
+    "every window or chunk of queries has keys of its own that were put together for it, so that there is no matrix of "
+    "all queries and keys"
+)
 #: What left and right turn out to be, once a softmax was taken over one of them.
 QUERY = "query"
 KEY = "key"
@@ -78,6 +82,8 @@ class Contraction:
                 found[side] = HEADS_AS_QUERIES
             elif len(shared) == 2 and steps_over_tokens(operand, labels.index(shared[-1]), widths[0]):
                 found[side] = TOKENS_AS_HEADS
+            elif len(shared) > 2 and _is_put_together(operand):
+                found[side] = KEYS_OF_WINDOWS
         return found
 
     @property
@@ -223,6 +229,12 @@ def lies_within_tokens(tensor: Tensor, rows: int, width: int) -> bool:
     """
     whole = _tokens_behind(tensor, width)
     return whole is not None and tensor.shape[rows] > 1 and 0 < tensor.stride(rows) < whole.shape[-1]
+
+
+def _is_put_together(tensor: Tensor) -> bool:
+    """Whether windows of tokens were made by copying, rather than by looking differently at what a layer gave."""
+    whole = viewed(tensor)
+    return whole is None or whole.dim() >= tensor.dim()
 
 
 def steps_over_tokens(tensor: Tensor, axis: int, width: int) -> bool:

@@ -194,8 +194,10 @@ class Capture:
 
     def _found(self, attention: WrittenAttention) -> None:
         """Take an attention that was written out with a softmax."""
-        taken = self._take(attention.modules, attention.read, lambda: attention.device, rows=attention.rows)
         module, changed_by = self._names.site_of(attention.modules), attention.softmax.changed_by
+        if module is not None and self._names[module] in self._faults.in_pieces:
+            return
+        taken = self._take(attention.modules, attention.read, lambda: attention.device, rows=attention.rows)
         if taken and module is not None and changed_by is not None:
             self._faults.report_changed_weights(self._names[module], changed_by)
 
@@ -251,6 +253,7 @@ class Capture:
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
             channels=self._channels,
+            heads_in_batch=partial(self._names.heads_in_batch, module),
         )
         with isolated(device):
             call = read(sampling)
@@ -260,6 +263,8 @@ class Capture:
                 raise UnreadableError(HEADS_AS_QUERIES)
             # A view made without a graph still holds the graph of what it is a view of.
             call = call.map_tensors(Tensor.detach)
+            if call.self_attention and self._names.attends_to_others(module, call.keys):
+                call = replace(call, self_attention=False)
             running = self._names.running(module)
             if running is not None:
                 call = _placed(call, running, self._max_sequences)

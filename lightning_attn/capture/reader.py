@@ -28,6 +28,7 @@ class Sampling:
         with_values: whether the values are wanted too.
         autocast_dtype: what the model computes products in at this point, ``None`` outside of autocast.
         channels: what is known of the channels of the call's tensors.
+        heads_in_batch: how many heads a batch of such a size holds beside each other, of so many queries and keys.
     """
 
     site: str
@@ -35,6 +36,7 @@ class Sampling:
     with_values: bool = False
     autocast_dtype: torch.dtype | None = None
     channels: ChannelTrail = field(default_factory=ChannelTrail, repr=False)
+    heads_in_batch: Callable[[int, int, int], int] = lambda sequences, queries, keys: 1
 
     def check_tokens(self, query: Tensor, key: Tensor) -> None:
         """Refuse queries and keys (…, N, D), as a kernel was given them, that are not tokens.
@@ -66,6 +68,10 @@ WAY_OUT = "`lightning_attn.observe(query, key, value)` in the line before it tel
 
 class UnreadableError(Exception):
     """A call that is attention but cannot be read; the message says why and names a way out."""
+
+
+class UnreadablePieceError(UnreadableError):
+    """A call that cannot be read and is a piece of an attention, so that without it the others are of no use."""
 
 
 #: Reads one call of a torch function: the arguments it got, by position and by name, and what is wanted of them.

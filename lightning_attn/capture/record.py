@@ -105,5 +105,6 @@ def record(
 
     with Capture(model, keep, sites=patterns, max_sequences=max_sequences, with_values=True, faults=faults):
         yield recording
+    recording.calls = [call for call in recording.calls if not faults.is_piece(call)]
     if not recording.calls and not faults.reported:
         warn_of_nothing(model, patterns)

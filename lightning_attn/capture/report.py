@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_attn.capture.reader import UnreadableError
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.reader import UnreadableError, UnreadablePieceError
 from lightning_attn.capture.sites import SitePatterns
 
 
@@ -22,8 +23,14 @@ class SiteFaults:
     def __init__(self) -> None:
         #: Sites that are left alone from now on.
         self.quiet: set[str] = set()
+        #: Sites whose attention is written out in pieces that cannot all be read, so that none of them is taken.
+        self.in_pieces: set[str] = set()
         #: What was said: of which site, and of what kind of fault.
         self.reported: set[tuple[str, type[Exception] | str]] = set()
+
+    def is_piece(self, call: AttentionCall) -> bool:
+        """Whether a call is a piece of an attention that cannot be read whole; what a model tells of is no piece."""
+        return call.site in self.in_pieces and call.logit_matrix is not None
 
     def report_following(self, error: Exception) -> None:
         """Say that the attention of this forward pass that is written out with softmax cannot be found."""
@@ -63,7 +70,10 @@ class SiteFaults:
 
     def report(self, site: str, error: Exception) -> None:
         """Say what went wrong. A call that cannot be read is left out; a site that fails is left alone from then on."""
-        if isinstance(error, UnreadableError):
+        if isinstance(error, UnreadablePieceError):
+            self.in_pieces.add(site)
+            message = f"The attention at {site!r} is not watched: {error}."
+        elif isinstance(error, UnreadableError):
             message = f"A call of the attention at {site!r} is not watched: {error}."
         else:
             self.quiet.add(site)

@@ -26,9 +26,9 @@ from lightning_attn.capture.reader import Sampling, UnreadableError, reads
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
     """Read one call: all masks, grouped heads, nested tensors, and inputs of any number of leading dimensions.
 
-    Three dimensions are sequences of one head each. Of more than four, those that are known to be channels are heads,
-    or else the last; the others are flattened into sequences. Nested tensors are padded to the longest of the wanted
-    sequences.
+    Three dimensions are sequences of one head each, unless the module has put its heads into the batch. Of more than
+    four, those that are known to be channels are heads, or else the last; the others are flattened into sequences.
+    Nested tensors are padded to the longest of the wanted sequences.
 
     Raises:
         UnreadableError: for nested tensors with a mask, or that differ in more than their numbers of tokens.
@@ -53,6 +53,11 @@ def _read(
     sampling.check_tokens(query, key)
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
+    elif query.dim() == key.dim() == value.dim() == 3:
+        heads = sampling.heads_in_batch(query.shape[0], query.shape[1], key.shape[1])
+        query, key, value = (_beside_each_other(tensor, heads) for tensor in (query, key, value))
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
+            attn_mask = _beside_each_other(attn_mask, heads)
     query, key, value, attn_mask = _with_heads_third(sampling, query, key, value, attn_mask)
     if any(tensor.dim() > 3 and steps_over_tokens(tensor, -3, -1) for tensor in (query, key, value)):
         raise UnreadableError(TOKENS_AS_HEADS)
@@ -180,6 +185,11 @@ def _with_heads_third(
     if mask is not None and not isinstance(mask, CausalBias):
         mask = moved(mask)
     return moved(query), moved(key), moved(value), mask
+
+
+def _beside_each_other(tensor: Tensor, heads: int) -> Tensor:
+    """Heads that are in the batch (B H, rows, columns), as (B, H, rows, columns)."""
+    return tensor if heads == 1 or tensor.shape[0] == 1 else tensor.unflatten(0, (-1, heads))
 
 
 def _first_sequences(tensor: Tensor, max_sequences: int | None) -> Tensor:

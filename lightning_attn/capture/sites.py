@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from types import FrameType
 
 import torch
@@ -108,6 +109,42 @@ class SiteNames:
                     return states
         return []
 
+    def heads_in_batch(self, module: nn.Module, sequences: int, queries: int, keys: int) -> int:
+        """How many heads a module has put into the batch beside each other, (B, N, L) having become (B H, N, D).
+
+        It is told by the tokens that the module was called with: as many as there are queries, or keys, so that what
+        the batch has more of than sequences are heads, and not windows of a sequence.
+
+        Args:
+            module: a module that is running.
+            sequences: the size of the batch.
+            queries: their number.
+            keys: their number.
+        """
+        frame = _innermost_forward(module)
+        given = [] if frame is None else [t for t in _argument_tensors(frame) if t.is_floating_point()]
+        for tokens in (queries, keys):
+            for batch in (batch for tensor in given for batch in _sequences_of(tensor, tokens)):
+                return sequences // batch if sequences % batch == 0 else 1
+        return 1
+
+    def attends_to_others(self, module: nn.Module, keys: int) -> bool:
+        """Whether a module was called with tokens for its keys that are not those of its queries.
+
+        Args:
+            module: a module that is running.
+            keys: their number.
+        """
+        frame = _innermost_forward(module)
+        if frame is None:
+            return False
+        others = (frame.f_locals.get(name) for name in _OTHER_TOKENS)
+        own = next(iter(_argument_tensors(frame)), None)
+        return any(
+            isinstance(other, Tensor) and other is not own and other.dim() == 3 and keys in other.shape[:2]
+            for other in others
+        )
+
 
 @dataclass(frozen=True)
 class RunningForward:
@@ -128,6 +165,27 @@ def _states_among(arguments: Iterable[Tensor]) -> list[torch.Size]:
     with without_function_modes():
         shapes = [argument.shape for argument in arguments if argument.is_floating_point() and not argument.is_nested]
     return [shape for shape in shapes if len(shape) == 3] if shapes and len(shapes[0]) == 3 else []
+
+
+def _innermost_forward(module: nn.Module) -> FrameType | None:
+    """The innermost frame in which a module's ``forward`` runs, or what stands for it."""
+    frames = [frame for frame in _frames(sys._getframe(1)) if _owner(frame) is module]
+    forwards = [frame for frame in frames if frame.f_code.co_name == "forward"]
+    return next(iter(forwards + frames[-1:]), None)
+
+
+#: What libraries call the tokens that cross-attention reads its keys from, as an argument beside those of the queries.
+_OTHER_TOKENS = ("key_value_states", "encoder_hidden_states", "context", "memory")
+
+
+def _sequences_of(states: Tensor, tokens: int) -> Iterator[int]:
+    """How many sequences hidden states hold, if each is of so many tokens; pictures have theirs in several axes."""
+    if states.dim() == 3 and states.shape[1] == tokens:
+        yield states.shape[0]
+    elif states.dim() == 3 and states.shape[0] == tokens and states.shape[1] > 1:  # tokens come first, if not of one
+        yield states.shape[1]
+    elif states.dim() > 3 and tokens in (prod(states.shape[1:-1]), prod(states.shape[2:])):
+        yield states.shape[0]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_attn.capture.axes import (
+    HEADS_AS_QUERIES,
     KEY,
+    KEYS_OF_WINDOWS,
     LEFT,
     QUERY,
     RIGHT,
@@ -52,6 +54,7 @@ from lightning_attn.capture.trail import (
     LogWeights,
     Mask,
     Ragged,
+    Rearranged,
     RowLogSum,
     RowMaximum,
     RowSum,
@@ -114,6 +117,15 @@ _CASTS = (
     "cuda",
     "cpu",
 )
+#: Why weights that were rearranged are not read.
+_REARRANGED = (
+    "its logits or weights are rearranged on their way to the values, as where windows overlap or blocks are put "
+    "together, so that which keys they belong to cannot be told"
+)
+_SEVERAL_AXES = "several of its axes may be the one of the queries, and the others those of heads"
+_KEYS_OF_QUERIES = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
+#: What is refused for this may be a part of an attention, of which then no part is taken.
+_OF_PIECES = (KEYS_OF_WINDOWS, _SEVERAL_AXES, _KEYS_OF_QUERIES)
 #: Operations that change no difference between two logits of a row, hidden keys aside.
 _KEEPS_DIFFERENCES = (*_CASTS, "masked_fill", "where", "add", "radd", "iadd", "sub", "isub", "cat", "reshape")
 #: Operations that change no weight.
@@ -218,6 +230,8 @@ class SoftmaxFollower:
             is_computed = product is not None or COMPUTED_CONSTANT in call.known or call.name.startswith(_COMPUTES)
             for tensor in call.results:
                 self._trail.set(tensor, COMPUTED_CONSTANT if is_computed else CONSTANT)
+        elif _is_rearranged(call) or _puts_pieces_together(call):
+            self._see_rearranged(call)
         elif call.results:
             getattr(self, f"_see_{_SYNONYMS.get(call.name, call.name)}", self._keep)(call)
 
@@ -337,7 +351,10 @@ class SoftmaxFollower:
 
     def _see_product(self, product: Contraction, call: Operation) -> bool:
         """Whether the product ends here what was followed, or begins it."""
-        left, right = self._trail.get(product.left), self._trail.get(product.right)
+        left, right = self._factor(product.left), self._factor(product.right)
+        if isinstance(left, Rearranged) or isinstance(right, Rearranged):
+            self._refuse_rearranged(left, right)
+            return True
         if call.function is functional.linear and (right is None or isinstance(right, (Constant, Logits))):
             right = CONSTANT  # the weights of a layer, whatever they were computed of
             self._trail.set(product.right, right)
@@ -346,7 +363,10 @@ class SoftmaxFollower:
         if isinstance(left, Exponentials) or isinstance(right, Exponentials):
             self._refuse_exponentials(product, left, right)
             return True
-        if isinstance(left, Constant) and isinstance(right, Constant):
+        are_constants = isinstance(left, Constant) and isinstance(right, Constant)
+        if are_constants and not (
+            _may_be_learned_queries(left, product.left) and _may_be_learned_queries(right, product.right)
+        ):
             return False
         if left is CONSTANT or right is CONSTANT:
             logits, labels = (left, product.left_axes) if isinstance(left, Logits) else (right, product.right_axes)
@@ -407,6 +427,11 @@ class SoftmaxFollower:
                 )
                 self._find(Weights((softmax,), axes), tensor, None)
 
+    def _factor(self, tensor: Tensor) -> Followed | None:
+        """What is known of an operand of a product; what was once a product, and is no logits any more, is data."""
+        followed = self._trail.get(tensor)
+        return None if isinstance(followed, Rearranged) and not followed.softmaxes else followed
+
     def _refuse_exponentials(self, product: Contraction, left: Followed | None, right: Followed | None) -> None:
         """Exponentials that multiply values before they are divided by their sum."""
         exponentials, labels, factor = (
@@ -422,6 +447,20 @@ class SoftmaxFollower:
                     "its exponentials multiply the values before they are divided by their sum",
                 )
 
+    def _refuse_rearranged(self, left: Followed | None, right: Followed | None) -> None:
+        """Weights that multiply values in a layout that could not be followed."""
+        weights, value = (left, right) if isinstance(left, Rearranged) else (right, left)
+        if not isinstance(weights, Rearranged) or value is not None or in_backward():
+            return
+        modules = self._modules()
+        for softmax in weights.softmaxes:
+            if not softmax.is_done:
+                softmax.is_done = softmax.is_piece = True
+                softmax.refusal = _REARRANGED
+                both = tuple(module for module in softmax.modules if module in modules)
+                self._found(WrittenAttention(softmax, both, None, False, slice(0, 0)))
+                softmax.logits = softmax.logits.new_empty(0)
+
     def _multiply(self, product: Contraction, left: Followed | None, right: Followed | None) -> bool:
         if isinstance(left, Weights) and isinstance(right, Weights):
             return True
@@ -433,10 +472,13 @@ class SoftmaxFollower:
             weights, tensor, labels = right, product.right, product.right_axes
             value, value_labels, factor = product.left, product.left_axes, left
         key = labels[weights.axes.index(KEY)]
-        if isinstance(factor, Constant):
+        # Learned queries compare themselves with each other before they have read any data, as in DETR.
+        has_data = any(len(softmax.history.without_data) < 2 for softmax in weights.softmaxes)
+        if isinstance(factor, Constant) and (has_data or not factor.is_computed):
             return key in product.summed  # a distribution over numbers; otherwise heads are mixed
         queries = {label for label, axis in zip(labels, weights.axes, strict=True) if axis == QUERY}
-        if factor is not None and not (isinstance(factor, Logits) and queries.isdisjoint(value_labels)):
+        is_product = isinstance(factor, Logits) and queries.isdisjoint(value_labels)
+        if not (factor is None or isinstance(factor, Constant) or is_product):
             return True  # the logarithms of a loss, other weights
         if key in product.summed:
             if product.summed.intersection(labels) != {key}:
@@ -554,9 +596,11 @@ class SoftmaxFollower:
             self._keep(call)
             return
         axis = call.argument(1, "dim", 0) % logits.dim()
-        several = sum(isinstance(followed, Logits) for followed in call.known) > 1
-        if several or history.axes[axis] == SHARED:
-            history = replace(history, masks=(), has_unseen_mask=True)
+        parts = [followed for followed in call.known if isinstance(followed, Logits)]
+        if len(parts) > 1 or history.axes[axis] == SHARED:
+            # Learned keys beside keys of data, as of tokens that are the same in all sequences, make no codebook.
+            without_data = frozenset.intersection(*(part.without_data for part in parts))
+            history = replace(history, masks=(), has_unseen_mask=True, without_data=without_data)
         self._trail.set(call.results[0], history)
 
     def _see_stack(self, call: Operation) -> None:
@@ -668,7 +712,7 @@ class SoftmaxFollower:
         side = history.axes[axis]
         if side == SHARED:
             return None
-        if side in history.without_data:
+        if side in history.without_data and len(history.without_data) == 1:
             return None  # a codebook, a router: keys that are the same for all data
         # Where keys are the same for several heads, their axis is the queries' alone, beside the one of the tokens; and
         # where queries are the same for all sequences, as learned ones, that axis is the keys' alone.
@@ -682,18 +726,21 @@ class SoftmaxFollower:
             if len(tokens) == 1:
                 queries = tokens[0]
             else:
-                refusal = "several of its axes may be the one of the queries, and the others those of heads"
+                refusal = _SEVERAL_AXES
         axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
         heads = self._heads(logits, axes)
-        doubts = [
-            doubt
-            for other, doubt in history.doubts.items()
-            if (doubt is TOKENS_AS_HEADS and heads is None) or (doubt is not TOKENS_AS_HEADS and other != side)
-        ]
+        has_windows = heads is not None and axes.count(SHARED) - len(heads) > 1
+        is_square = queries is not None and logits.shape[queries] == logits.shape[axis]
+        applies = {
+            HEADS_AS_QUERIES: {LEFT, RIGHT} - {side},
+            TOKENS_AS_HEADS: {LEFT, RIGHT} if heads is None else set(),
+            KEYS_OF_WINDOWS: {side} if has_windows and not is_square else set(),
+        }
+        doubts = [doubt for of, doubt in history.doubts.items() if of in applies[doubt]]
         if len(beside_keys) == 1 and doubts:
             refusal = doubts[0]
         if not beside_keys and logits.dim() > 2:
-            refusal = "each of its queries has keys of its own, and which axes are heads and queries cannot be told"
+            refusal = _KEYS_OF_QUERIES
         if len(alike) > 1:
             refusal = "it has as many heads as tokens, and which axis holds the queries cannot be told"
         if history.shift is not None and history.shift.shape[axis] != 1:
@@ -709,6 +756,7 @@ class SoftmaxFollower:
             written_to(logits),
             heads=heads,
             refusal=refusal,
+            is_piece=refusal in _OF_PIECES,
         )
 
     def _heads(self, logits: Tensor, axes: Axes) -> tuple[int, ...] | None:
@@ -732,7 +780,7 @@ class SoftmaxFollower:
 
     def _see_mul(self, call: Operation) -> None:
         found = call.first(Weights)
-        factors = [o for o, k in zip(call.operands, call.known, strict=True) if k is None or isinstance(k, Logits)]
+        factors = [o for o in call.operands if self._factor(o) is None or isinstance(self._factor(o), Logits)]
         if call.first(Exponentials):
             self._see_div(call)
         elif found and factors and call.results[0].numel() > found[0].numel():
@@ -778,13 +826,36 @@ class SoftmaxFollower:
                         if result.numel() == operand.numel():
                             self._trail.set(result, followed)
 
+    def _see_rearranged(self, call: Operation) -> None:
+        """Go on following what has lost its layout, only to say what becomes of it."""
+        softmaxes: tuple[Softmax, ...] = ()
+        size = 0
+        for operand, followed in zip(call.operands, call.known, strict=True):
+            if isinstance(followed, (Rearranged, Weights)):
+                softmaxes += followed.softmaxes
+            if isinstance(followed, (Rearranged, Weights, Logits)):
+                size = max(size, operand.numel())
+        if _SYNONYMS.get(call.name, call.name) == "softmax" and not softmaxes:
+            nothing = call.operands[0].new_empty(0)
+            softmaxes = (Softmax(nothing, (QUERY, KEY), Logits((LEFT, RIGHT)), self._modules(), version=0),)
+        kept = Rearranged(tuple(dict.fromkeys(softmaxes)))
+        for result in call.results:
+            # What is smaller by far is a sum or a maximum, unless it is a part.
+            is_part = any(is_view(result, operand) for operand in call.operands)
+            if result.is_floating_point() and (is_part or 2 * result.numel() >= size):
+                self._trail.set(result, kept)
+                whole = viewed(result) if result is call.operands[0] else None
+                if whole is not None:
+                    self._trail.set(whole, kept)
+
     def _keep_logits(self, call: Operation, logits: Tensor, history: Logits, mask: Tensor | None = None) -> None:
         for result in call.results:
             if not result.is_floating_point():
                 continue
             axes = axes_after(result, logits, history.axes)
             if axes is None:
-                continue
+                self._see_rearranged(call)
+                return
             kept = history
             if axes != history.axes:
                 kept = replace(
@@ -817,7 +888,8 @@ class SoftmaxFollower:
                 continue
             axes = axes_after(result, tensor, followed.axes)
             if axes is None:
-                continue
+                self._see_rearranged(call)
+                return
             kept = replace(followed, softmaxes=softmaxes, axes=axes)
             if is_view(result, tensor) and result is not tensor:
                 kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
@@ -849,6 +921,26 @@ def _may_be_weights(tensor: Tensor) -> bool:
     """Whether no number in a tensor is negative."""
     with isolated(tensor.device):
         return not bool((tensor.detach() < 0).any())
+
+
+def _is_rearranged(call: Operation) -> bool:
+    """Whether the layout of what comes out cannot be followed. Beside logits that it can, it is that of a bias."""
+    has_layout = any(isinstance(followed, (Logits, Weights)) for followed in call.known)
+    return call.first(Rearranged) is not None and (not has_layout or call.name == "cat")
+
+
+def _may_be_learned_queries(followed: Followed | None, tensor: Tensor) -> bool:
+    """Whether a constant may be learned queries of several heads, or their keys. Matrices are weights of a layer."""
+    return followed == COMPUTED_CONSTANT and tensor.dim() > 2
+
+
+def _puts_pieces_together(call: Operation) -> bool:
+    """Whether logits or weights are written into memory that held none."""
+    return (
+        call.name in ("setitem", "copy")
+        and not isinstance(call.known[0], (Logits, Weights))
+        and any(isinstance(followed, (Logits, Weights)) for followed in call.known[1:])
+    )
 
 
 def _hides(value: Any) -> bool:

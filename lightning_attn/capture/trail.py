@@ -71,6 +71,7 @@ class Softmax:
         heads: which of the shared axes are heads; ``None`` where that is not known.
         changed_by: the operation that made something else of its result.
         is_done: whether its result has multiplied values.
+        is_piece: whether it is one of several that make one attention, or of rows that such were put together to.
     """
 
     logits: Tensor
@@ -82,6 +83,7 @@ class Softmax:
     changed_by: str | None = None
     refusal: str | None = None
     is_done: bool = False
+    is_piece: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,17 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Rearranged:
+    """Logits or weights in a layout that cannot be followed: pieces that were put together, diagonals made columns.
+
+    Args:
+        softmaxes: whose weights are in it; none as long as it is logits.
+    """
+
+    softmaxes: tuple[Softmax, ...] = ()
+
+
+@dataclass(frozen=True)
 class WeightedValues:
     """Every value times its weight, not yet summed over the keys."""
 
@@ -167,7 +180,17 @@ class Ragged:
 
 
 Followed = (
-    Ragged | Constant | Logits | RowMaximum | RowLogSum | LogWeights | Exponentials | RowSum | Weights | WeightedValues
+    Constant
+    | Ragged
+    | Logits
+    | RowMaximum
+    | RowLogSum
+    | LogWeights
+    | Exponentials
+    | RowSum
+    | Weights
+    | WeightedValues
+    | Rearranged
 )
 
 

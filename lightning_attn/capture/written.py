@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, arranged
+from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, Axes, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
 from lightning_attn.capture.channels import REFUSAL as OVER_CHANNELS
 from lightning_attn.capture.isolation import written_to
-from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError
+from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, UnreadablePieceError
 from lightning_attn.capture.trail import Logits, Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
@@ -65,9 +65,11 @@ class WrittenAttention:
         return self.softmax.logits.device
 
     @property
-    def rows(self) -> int:
-        """How many rows its softmax has, whatever they are."""
+    def rows(self) -> int | None:
+        """How many rows its softmax has, whatever they are; ``None`` where it was put together of pieces."""
         logits = self.softmax.logits
+        if logits.dim() < len(self.softmax.axes):
+            return None
         return logits.numel() // max(1, logits.shape[self.softmax.axes.index(KEY)])
 
     @property
@@ -92,15 +94,16 @@ class WrittenAttention:
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
+            kind = UnreadablePieceError if softmax.is_piece else UnreadableError
             names_a_way_out = softmax.refusal == OVER_CHANNELS
-            raise UnreadableError(softmax.refusal if names_a_way_out else f"{softmax.refusal}. {WAY_OUT}")
+            raise kind(softmax.refusal if names_a_way_out else f"{softmax.refusal}. {WAY_OUT}")
         if softmax.axes.count(SHARED) > 2 and not self.is_grouped and softmax.heads is None:
-            raise UnreadableError(
+            raise UnreadablePieceError(
                 "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
                 f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
             )
         if self._queries == 1 and softmax.axes.count(SHARED) - len(self._heads) > 1:
-            raise UnreadableError(
+            raise UnreadablePieceError(
                 "each query has keys of its own, so that there is no matrix of all queries and keys. "
                 f"{WAY_OUT}, with all keys and a mask"
             )
@@ -108,7 +111,7 @@ class WrittenAttention:
             raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {WAY_OUT}")
 
         def arrange(tensor: Tensor) -> Tensor:
-            return arranged(tensor, softmax.axes, self._heads, sampling.max_sequences)
+            return self._arranged(tensor, softmax.axes, sampling)
 
         all_columns_BHNM = arrange(softmax.logits)
         if history.shift is not None:
@@ -150,8 +153,17 @@ class WrittenAttention:
     def _value(self, sampling: Sampling) -> Tensor | None:
         if self.value is None or self.softmax.changed_by is not None:
             return None
-        axes = (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY)
-        return arranged(self.value, axes, self._heads, sampling.max_sequences)
+        return self._arranged(self.value, (SHARED,) * (self.value.dim() - 2) + (QUERY, KEY), sampling)
+
+    def _arranged(self, tensor: Tensor, axes: Axes, sampling: Sampling) -> Tensor:
+        """A tensor with such axes as (B, H, rows, columns)."""
+        heads = 1
+        if self.softmax.axes.count(SHARED) == 1 and not self.is_grouped and self.softmax.heads is None:
+            sizes = dict(zip(self.softmax.axes, self.softmax.logits.shape, strict=True))
+            heads = sampling.heads_in_batch(sizes[SHARED], sizes.get(QUERY, 1), sizes[KEY])
+        rows = None if sampling.max_sequences is None else sampling.max_sequences * heads
+        arranged_S1NM = arranged(tensor, axes, self._heads, rows)
+        return arranged_S1NM if heads == 1 else arranged_S1NM.unflatten(0, (-1, heads)).flatten(1, 2)
 
     def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
         """What the columns without a value amount to, as one logit per head."""
@@ -162,8 +174,8 @@ class WrittenAttention:
         sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
         sink_H = sink_BHN[0, :, 0]
         if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise UnreadableError(
-                "its softmax has columns without a value whose logits differ from row to row. With keys of their own "
-                f"for these, and values of zero, {WAY_OUT}"
+            raise UnreadablePieceError(
+                "its softmax has columns without a value whose logits differ from row to row, so that they are no "
+                f"learned sink. With keys of their own for these, and values of zero, {WAY_OUT}"
             )
         return sink_H

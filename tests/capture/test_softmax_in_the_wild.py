@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_attn import AttentionObserver, AttentionWarning, record
+from lightning_attn import AttentionObserver, AttentionWarning, observe, record
 
 SEQUENCES, HEADS, TOKENS, WIDTH = 2, 3, 7, 4
 MODEL_WIDTH = HEADS * WIDTH
@@ -178,8 +178,37 @@ def preallocated(model: Model, source: Tensor) -> Tensor:
     nothing = torch.full((SEQUENCES * HEADS, TOKENS, TOKENS), -1e30)
     weights = torch.baddbmm(nothing, query, key.mT, beta=0, alpha=0.5).softmax(-1)
     output = torch.bmm(weights, value)
-    model.tell(weights[:, None], output[:, None])
+    model.tell(*(tensor.unflatten(0, (SEQUENCES, HEADS)) for tensor in (weights, output)))
     return output
+
+
+def values_that_are_products(model: Model, source: Tensor) -> Tensor:
+    """As where data make the layer of the values: they descend from a product of two activations, too."""
+    query, key, value = model.heads(source)
+    return told(model, scores_of(query, key), value @ (key.mT @ value / TOKENS))
+
+
+def values_put_together(model: Model, source: Tensor) -> Tensor:
+    """As chunks of a linear attention are: they descend from products, and are no logits."""
+    query, key, value = model.heads(source)
+    together = torch.zeros(SEQUENCES, HEADS, TOKENS, WIDTH)
+    for start in range(0, TOKENS, 2):
+        together[:, :, start : start + 2] = query[:, :, start : start + 2] @ (key.mT @ value / TOKENS)
+    return told(model, scores_of(query, key), together)
+
+
+def queries_put_together(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    together = torch.zeros(SEQUENCES, HEADS, TOKENS, WIDTH)
+    for start in range(0, TOKENS, 2):
+        together[:, :, start : start + 2] = query[:, :, start : start + 2] @ (key.mT @ value / TOKENS)
+    return told(model, scores_of(together, key), value)
+
+
+def learned_queries_among_each_other(model: Model, source: Tensor) -> Tensor:
+    """As in the first layer of DETR's decoder: no data have come in yet."""
+    query, key, value = model.heads(model.experts.expand(SEQUENCES, -1, -1))
+    return told(model, scores_of(query, key), value)
 
 
 def one_key_head(model: Model, source: Tensor) -> Tensor:
@@ -489,6 +518,10 @@ SEEN: list[Attend] = [
     values_of_every_query,
     head_by_head_after_the_softmax,
     weights_used_again,
+    values_that_are_products,
+    values_put_together,
+    queries_put_together,
+    learned_queries_among_each_other,
 ]
 WITHOUT_VALUES = (values_of_every_query, head_by_head_after_the_softmax)
 
@@ -591,7 +624,46 @@ def ragged(model: Model, source: Tensor) -> Tensor:
     return torch.matmul(weights, model.value(nested))
 
 
+def windows_that_overlap(model: Model, source: Tensor) -> Tensor:
+    """As Longformer does: diagonals of blocks become columns, by a row of padding, and become diagonals again."""
+    query, key, value = (part[:, :, :6] for part in model.heads(source))
+    key, value = (functional.pad(part, (0, 0, 1, 1)).unfold(2, 4, 2).mT for part in (key, value))
+    scores = query.unflatten(2, (3, 2)) @ key.mT
+    columns = functional.pad(scores, (0, 1)).flatten(-2)[..., :-1].unflatten(-1, (3, 3))[..., :2, :]
+    weights = columns.flatten(2, 3).softmax(-1).unflatten(2, (3, 2))
+    diagonals = functional.pad(weights, (0, 2)).flatten(-2)[..., :-2].unflatten(-1, (2, 4))
+    return diagonals @ value
+
+
+def blocks_put_together(model: Model, source: Tensor) -> Tensor:
+    """Which of its rows and columns are whose is not followed."""
+    query, key, value = model.heads(source)
+    scores = torch.empty(SEQUENCES, HEADS, TOKENS, TOKENS)
+    for start in range(0, TOKENS, 2):
+        scores[:, :, start : start + 2] = query[:, :, start : start + 2] @ key.mT
+    return scores.softmax(-1) @ value
+
+
+def weights_put_together(model: Model, source: Tensor) -> Tensor:
+    query, key, value = model.heads(source)
+    weights = source.new_zeros(SEQUENCES, HEADS, TOKENS, TOKENS)
+    for start in range(0, TOKENS, 2):
+        weights[:, :, start : start + 2].copy_((query[:, :, start : start + 2] @ key.mT).softmax(-1))
+    return weights @ value
+
+
+def columns_with_values_of_their_own(model: Model, source: Tensor) -> Tensor:
+    """As of global tokens and those that are near."""
+    query, key, value = model.heads(source)
+    weights = (query @ key.mT).softmax(-1)
+    return weights[..., :2] @ value[:, :, :2] + weights[..., 2:] @ value[:, :, 2:]
+
+
 REFUSED: dict[Attend, str] = {
+    windows_that_overlap: "rearranged",
+    blocks_put_together: "rearranged",
+    weights_put_together: "rearranged",
+    columns_with_values_of_their_own: "columns without a value",
     ragged: "written out with nested tensors; `scaled_dot_product_attention` can be read",
     window_of_every_query: "which axes are heads and queries",
     windows_of_one_query: "each query has keys of its own",
@@ -610,6 +682,71 @@ def test_what_cannot_be_read_is_refused_by_name(attend: Attend) -> None:
     with pytest.warns(AttentionWarning, match=f"is not watched: .*{REFUSED[attend]}"), record(model) as recording:
         model(source)
     assert not recording.calls
+
+
+def rows_and_chunks(model: Model, source: Tensor) -> Tensor:
+    """As BigBird does: the first rows see everything, the others their chunk and the one before it."""
+    query, key, value = model.heads(source[:, :6])
+    first = (query[:, :, :2] @ key.mT).softmax(-1) @ value
+    query, key, value = (part.unflatten(2, (3, 2))[:, :, 1:] for part in (query, key, value))
+    key, value = (torch.cat([part.roll(1, 2), part], 3) for part in (key, value))
+    others = (query @ key.mT).softmax(-1) @ value
+    return torch.cat([first, others.flatten(2, 3)], 2)
+
+
+def test_of_an_attention_in_pieces_no_piece_is_taken() -> None:
+    model, source = Model(rows_and_chunks), tokens()
+    message = r"The attention at '\(root\)' is not watched: .*observe"
+    with pytest.warns(AttentionWarning, match=message), record(model) as recording:
+        model(source)
+    assert not recording.calls
+    observer = AttentionObserver(model, statistics="entropy")
+    with pytest.warns(AttentionWarning, match="is not watched") as said, observer:
+        model(source)
+        model(source)
+    assert len(said) == 1
+    assert observer.snapshot().sites == ()
+
+
+@pytest.mark.parametrize("is_told_last", [False, True])
+def test_an_attention_in_pieces_is_seen_where_the_model_tells_of_it(is_told_last: bool) -> None:
+    def attend(model: Model, source: Tensor) -> Tensor:
+        query, key, value = model.heads(source)
+        if not is_told_last:
+            observe(query, key, value)
+        output = rows_and_chunks(model, source)
+        if is_told_last:
+            observe(query, key, value)
+        return output
+
+    model, source = Model(attend), tokens()
+    with pytest.warns(AttentionWarning, match="is not watched"), record(model) as recording:
+        model(source)
+    (call,) = recording.calls
+    query, key, _ = model.heads(source)
+    torch.testing.assert_close(call.logits()[0], query @ key.mT / WIDTH**0.5)
+
+
+def test_learned_keys_beside_those_of_data_are_no_codebook() -> None:
+    """As of tokens that are the same in all sequences: their keys make one column more each."""
+
+    def attend(model: Model, source: Tensor) -> Tensor:
+        query, key, value = model.heads(source)
+        key_of_learned, value_of_learned = (
+            layer(model.experts).unflatten(-1, (HEADS, WIDTH)).transpose(0, 1).expand(SEQUENCES, -1, -1, -1)
+            for layer in (model.key, model.value)
+        )
+        scores = torch.cat([query @ key_of_learned.mT, query @ key.mT], -1)
+        return told(model, scores, torch.cat([value_of_learned, value], 2))
+
+    model, source = Model(attend), tokens()
+    with record(model) as recording:
+        model(source)
+    ((weights, output),) = model.told
+    (call,) = recording.calls
+    torch.testing.assert_close(call.weights(), weights, rtol=0, atol=1e-5)
+    assert output is not None
+    torch.testing.assert_close(call.output(), output, rtol=0, atol=1e-5)
 
 
 def test_queries_that_cannot_be_told_from_heads_are_refused() -> None:
@@ -698,6 +835,14 @@ def gradient_by_a_transform(model: Model, source: Tensor) -> Tensor:
     return torch.func.grad(loss)(model.query.weight)
 
 
+def router_of_a_composed_weight(model: Model, source: Tensor) -> Tensor:
+    """A weight that is a product of products, as some parametrisations make."""
+    weight = (model.query.weight @ model.key.weight) @ (model.value.weight @ model.query.weight)
+    gates = functional.linear(source, weight[:4]).softmax(-1)
+    outputs = torch.stack([layer(source) for layer in (model.query, model.key, model.value, model.query)], 2)
+    return torch.einsum("bte,btew->btw", gates, outputs)
+
+
 NOT_SEEN: list[Attend] = [
     router_after_linear_attention,
     cosine_router,
@@ -711,6 +856,7 @@ NOT_SEEN: list[Attend] = [
     codebook_through_a_layer,
     contrastive_against_soft_targets,
     codebook_with_a_slot_of_zeros,
+    router_of_a_composed_weight,
 ]
 
 

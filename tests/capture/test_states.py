@@ -309,7 +309,7 @@ def test_padding_that_is_the_same_for_all() -> None:
 
 
 class FoldedHeads(Attention):
-    """(B x heads, N, D): every head is a sequence of its own to the call."""
+    """(B x heads, N, D): every head is a sequence of its own to the kernel."""
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
         heads = split_heads(hidden_states).flatten(0, 1)
@@ -318,11 +318,11 @@ class FoldedHeads(Attention):
 
 
 @pytest.mark.parametrize("max_sequences", [None, 2])
-def test_padding_of_folded_heads_is_not_taken_for_that_of_sequences(max_sequences: int | None) -> None:
+def test_padding_where_heads_are_in_the_batch(max_sequences: int | None) -> None:
     real, tokens = padding_mask(8, 5), torch.randn(2, LENGTH, WIDTH)
     mask = real.repeat_interleave(HEADS, 0)[:, None]
     states = only_states(FoldedHeads(), tokens, mask, max_sequences=max_sequences)
-    assert states.real is None
+    assert states.real is not None and torch.equal(states.real, real)
     assert torch.equal(states.entering, tokens)
 
 

@@ -18,7 +18,7 @@ import torch
 from support.truth import Attention, Tape
 from torch import Tensor, nn
 
-from lightning_attn import AttentionObserver, AttentionWarning, Recording, record
+from lightning_attn import AttentionObserver, AttentionWarning, Recording, Snapshot, record
 
 #: What the model of a cell is given: the arguments of its forward pass.
 Arguments = dict[str, Any]
@@ -123,6 +123,7 @@ def check(cell: Cell) -> None:
         _check_messages(
             messages, cell.outcome.warning if isinstance(cell.outcome, Refused) else "No attention was seen"
         )
+        assert _snapshot(observed, cell).sites == ()
         return
     _check_messages(messages, cell.outcome.warning)
     with torch.no_grad():
@@ -236,18 +237,21 @@ def _check_call(call: Any, truth: Attention, with_values: bool, tolerance: float
         assert theirs_BNX.abs().max() > 1e-4, "a test that cannot fail"
 
 
-def _check_statistics(model: nn.Module, cell: Cell, truths: list[Attention]) -> None:
-    """The numbers that the owner of the model gets."""
-    assert isinstance(cell.outcome, Seen)
-    # What is refused beside that is said, and would be raised.
-    strict = cell.outcome.warning is None
-    observer = AttentionObserver(model, statistics=list(STATISTICS), max_sequences=None, strict=strict)
+def _snapshot(model: nn.Module, cell: Cell) -> Snapshot:
+    """The statistics of one run; where nothing is refused, a fault is raised."""
+    is_strict = isinstance(cell.outcome, Seen) and cell.outcome.warning is None
+    observer = AttentionObserver(model, statistics=list(STATISTICS), max_sequences=None, strict=is_strict)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)
         given = _arguments(model, cell)
         with observer:
             _run(model, cell, arguments=given)
-        snapshot = observer.snapshot()
+        return observer.snapshot()
+
+
+def _check_statistics(model: nn.Module, cell: Cell, truths: list[Attention]) -> None:
+    """The numbers that the owner of the model gets."""
+    snapshot = _snapshot(model, cell)
     assert snapshot.sites == tuple(dict.fromkeys(truth.site for truth in truths))
     for site in snapshot.sites:
         calls = [truth.heads() for truth in truths if truth.site == site]

@@ -23,6 +23,8 @@ FILES = (
     "test_generation",
     "test_hybrids",
     "test_encoders",
+    "test_encoder_decoders",
+    "test_vision",
     "test_timm",
     "test_torch_modules",
     "test_x_transformers",

@@ -28,9 +28,9 @@ class Tape:
         """The first tensor that went into a module; of several calls, one after the other along the tokens."""
         return torch.cat(self._given[module], dim=1)
 
-    def gave(self, module: str, tokens_axis: int = 1) -> Tensor:
+    def gave(self, module: str, calls: slice = slice(None), tokens_axis: int = 1) -> Tensor:
         """What came out of a module (the first tensor of it); of several calls, joined along the axis of the tokens."""
-        return torch.cat(self._gave[module], dim=tokens_axis)
+        return torch.cat(self._gave[module][calls], dim=tokens_axis)
 
     def given_at(self, module: str, call: int) -> Tensor:
         """The first tensor that went into a module in one of its calls."""
