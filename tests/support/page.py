@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -32,6 +33,9 @@ FILES = (
     "test_training_setups",
 )
 
+#: What is longer than this stands below its table.
+LONGEST = 50
+
 #: What a case may begin with.
 MODES = ("train", "eval")
 
@@ -45,6 +49,9 @@ watching, and nothing is left on the model.
 
 This page is made from the tests in `tests/support/` by `python tests/support/page.py`. Which attention your own model
 uses, and how to find out, is told in [which_attention.md](which_attention.md).
+
+What is refused is said once per site by an `AttentionWarning`, with the reason and a way out. Where it says *nothing*,
+there is no attention over tokens, and none is shown.
 """
 
 
@@ -66,9 +73,20 @@ def page() -> str:
         ways: dict[tuple[str, ...], list[str]] = {}
         for (model, way, told, sites), of_row in cases.items():
             ways.setdefault((model, _run_as(of_row), told, sites), []).append(way)
+        letters = _letters(run_as for _, run_as, _, _ in ways)
         for (model, run_as, told, sites), of_row in ways.items():
-            parts.append(f"| {model} | {', '.join(of_row)} | {run_as} | {told} | {sites} |\n")
+            parts.append(f"| {model} | {', '.join(of_row)} | {letters.get(run_as, run_as)} | {told} | {sites} |\n")
+        if letters:
+            parts.append("\n")
+        for run_as, letter in letters.items():
+            parts.append(f"- **{letter}** – {run_as}\n")
     return "".join(parts)
+
+
+def _letters(texts: Iterable[str]) -> dict[str, str]:
+    """A letter for every text that is too long to stand in a table."""
+    long = [text for text in dict.fromkeys(texts) if len(text) > LONGEST]
+    return {text: chr(ord("A") + number) for number, text in enumerate(long)}
 
 
 def _run_as(cases: list[str]) -> str:

@@ -213,6 +213,7 @@ NEXT: dict[str, Arguer] = {"one token with a cache": partial(next_token, None)}
 NEXT_PADDED: dict[str, Arguer] = {
     f"one token with a cache, {side} padding": partial(next_token, side) for side in ("left", "right")
 }
+CONTINUED = {**NEXT, **NEXT_PADDED}
 
 
 def cells(
@@ -221,7 +222,7 @@ def cells(
     truth: Callable[[nn.Module, Tape, Arguments], list[Attention]],
     site: str,
     trained: dict[str, Arguer] = PADDED,
-    decoded: dict[str, Arguer] = NEXT,
+    decoded: dict[str, Arguer] = CONTINUED,
     **more: Any,
 ) -> list[Cell]:
     return [
@@ -245,7 +246,7 @@ def cells(
 
 SITE = "model.layers.*.self_attn"
 CELLS = [
-    *cells("DeepSeek-V3", deepseek, truth_of_deepseek, SITE, {**PADDED, "packed": packed}, {**NEXT, **NEXT_PADDED}),
+    *cells("DeepSeek-V3", deepseek, truth_of_deepseek, SITE, {**PADDED, "packed": packed}),
     *cells("DeepSeek-V3 without a low rank of queries", partial(deepseek, query_rank=None), truth_of_deepseek, SITE),
     *cells("Jamba", jamba, partial(truth_of_attention_layers, (1, 3), rotary_width=0), SITE),
     *cells(
@@ -264,7 +265,6 @@ CELLS = [
             scale=8**-0.5,
         ),
         "model.layers.*.shared_transformer.self_attn",
-        decoded={**NEXT, **NEXT_PADDED},
     ),
     *cells(
         "Qwen3-Next",
