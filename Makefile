@@ -23,13 +23,13 @@ demo: $(READY) ## train a language model and a vision transformer, watched; prin
 # Test it
 
 test: $(READY) ## run the tests, all but the slow ones
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n auto --maxprocesses 4 -m "not slow"
 
 test-slow: $(READY) ## run the slow tests, if there are any (pytest exits with 5 when it finds none)
 	@if grep -rqw slow tests --include='*.py'; then $(BIN)/pytest -m slow || [ $$? -eq 5 ]; else echo "No slow tests."; fi
 
 test-timm: $(TIMM_READY) ## run the tests of timm's models, in an environment of their own
-	$(TIMM_VENV)/bin/pytest tests/support/test_timm.py
+	$(TIMM_VENV)/bin/pytest -n auto --maxprocesses 4 tests/support/test_timm.py
 
 test-all: test test-slow test-timm ## run all tests
 
@@ -42,7 +42,7 @@ check: $(READY) ## check format, lint, types and the examples in docstrings
 # timm has an environment of its own: it needs torchvision, which cannot be imported where its build does not fit that
 # of torch, and transformers cannot be imported then either.
 
-$(READY): EXTRAS := dev,examples
+$(READY): EXTRAS := dev,examples,models
 $(TIMM_READY): EXTRAS := dev,timm
 
 # Install it: the marker is written last, so an interrupted install is not taken for a finished one. Without the
