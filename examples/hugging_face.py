@@ -55,7 +55,7 @@ class TopicClassifier(pl.LightningModule):
     def __init__(self, config: BertConfig, learning_rate: float) -> None:
         super().__init__()
         # From the hub: .from_pretrained(name, num_labels=8, attn_implementation="sdpa").train(); without the last call
-        # dropout stays off. "sdpa" is the default, and seen by the monitor; "eager" is not.
+        # dropout stays off. "sdpa" is the default; the monitor sees "eager" as well.
         self.model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
         self.learning_rate = learning_rate
 
