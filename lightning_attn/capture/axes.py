@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.isolation import viewed
+from lightning_attn.capture.refusals import HEADS_AS_QUERIES, KEYS_OF_WINDOWS, TOKENS_AS_HEADS, Refusal
 
 #: One label per axis of a tensor.
 Axes = tuple[str, ...]
@@ -23,19 +24,6 @@ Axes = tuple[str, ...]
 SHARED = "shared"
 LEFT = "left"
 RIGHT = "right"
-#: Why attention is refused whose axes are not what they would be taken for.
-HEADS_AS_QUERIES = (
-    "its queries lie beside each other within one token, as heads do; give queries an axis of their own beside the "
-    "heads, (B, H, N, D)"
-)
-TOKENS_AS_HEADS = (
-    "the axis that heads should have goes from token to token (windows, chunks, sequences); fold it into the "
-    "sequences, (B, H, N, D)"
-)
-KEYS_OF_WINDOWS = (
-    "every window or chunk of queries has keys of its own that were put together for it, so that there is no matrix of "
-    "all queries and keys"
-)
 #: What left and right turn out to be, once a softmax was taken over one of them.
 QUERY = "query"
 KEY = "key"
@@ -68,11 +56,11 @@ class Contraction:
             for label in self.axes
         )
 
-    def doubts(self) -> dict[str, str]:
+    def doubts(self) -> dict[str, Refusal]:
         """Of the sides, `LEFT` or `RIGHT`, why their axes cannot be what they would be taken for."""
         sides = (LEFT, self.left, self.left_axes, self.right_axes), (RIGHT, self.right, self.right_axes, self.left_axes)
         shared = [label for label in self.axes if label in self.left_axes and label in self.right_axes]
-        found: dict[str, str] = {}
+        found: dict[str, Refusal] = {}
         for side, operand, labels, others in sides:
             rows = [axis for axis, label in enumerate(labels) if label not in others]
             widths = [axis for axis, label in enumerate(labels) if label in self.summed]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_attn.capture.axes import HEADS_AS_QUERIES, lies_within_tokens
+from lightning_attn.capture.axes import lies_within_tokens
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
@@ -28,13 +28,13 @@ from lightning_attn.capture.isolation import (
     unnoticed_by_fast_paths,
 )
 from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
-from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, interceptors, readers
+from lightning_attn.capture.reader import Sampling, interceptors, readers
+from lightning_attn.capture.refusals import HEADS_AS_QUERIES, UnreadableError, products_inside
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.sites import RunningForward, SiteNames, SitePatterns
-from lightning_attn.capture.softmax import SoftmaxFollower
+from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
-from lightning_attn.capture.written import WrittenAttention
 
 #: What becomes of compiled modules while something watches.
 Compiled = Literal["eager", "skip"]
@@ -176,9 +176,7 @@ class Capture:
         if self._scripts.attends(called):
 
             def read(sampling: Sampling) -> AttentionCall:
-                raise UnreadableError(
-                    f"it is computed in {name!r}, which `torch.jit` compiled; as it was before, it is seen. {WAY_OUT}"
-                )
+                raise products_inside(name).error()
 
             self._take(self._names.computing(), read, lambda: torch.device("cpu"))
 
@@ -260,7 +258,7 @@ class Capture:
             if self._query is not None:
                 call = unfolded(call, self._query)
             if call.logit_matrix is None and lies_within_tokens(call.query, -2, -1):
-                raise UnreadableError(HEADS_AS_QUERIES)
+                raise UnreadableError(HEADS_AS_QUERIES.reason)
             # A view made without a graph still holds the graph of what it is a view of.
             call = call.map_tensors(Tensor.detach)
             if call.self_attention and self._names.attends_to_others(module, call.keys):
