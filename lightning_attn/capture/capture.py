@@ -31,7 +31,8 @@ from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
 from lightning_attn.capture.reader import Sampling, interceptors, readers
 from lightning_attn.capture.refusals import HEADS_AS_QUERIES, UnreadableError, products_inside
 from lightning_attn.capture.report import SiteFaults
-from lightning_attn.capture.sites import RunningForward, SiteNames, SitePatterns
+from lightning_attn.capture.running import RunningForward, RunningForwards, attends_to_others, heads_in_batch
+from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
@@ -95,6 +96,7 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
+        self._forwards = RunningForwards()
         self._channels = ChannelTrail()
         self._follower = SoftmaxFollower(self._model, self._names, self._found, self._channels)
         self._attended: dict[nn.Module, Attended] = {}
@@ -251,7 +253,7 @@ class Capture:
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
             channels=self._channels,
-            heads_in_batch=partial(self._names.heads_in_batch, module),
+            heads_in_batch=partial(heads_in_batch, module),
         )
         with isolated(device):
             call = read(sampling)
@@ -261,9 +263,9 @@ class Capture:
                 raise UnreadableError(HEADS_AS_QUERIES.reason)
             # A view made without a graph still holds the graph of what it is a view of.
             call = call.map_tensors(Tensor.detach)
-            if call.self_attention and self._names.attends_to_others(module, call.keys):
+            if call.self_attention and attends_to_others(module, call.keys):
                 call = replace(call, self_attention=False)
-            running = self._names.running(module)
+            running = self._forwards.of(module)
             if running is not None:
                 call = _placed(call, running, self._max_sequences)
             if is_told:
