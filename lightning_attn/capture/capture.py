@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_attn.capture.axes import lies_within_tokens
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
 from lightning_attn.capture.isolation import (
+    SeeingMode,
     after_every_module,
     compiling_nothing,
     device_of,
@@ -129,8 +129,8 @@ class Capture:
         if self._receive_states is not None:
             self._running.enter_context(after_every_module(self._see_states))
         self._running.enter_context(opaque_calls(self._hear))
-        self._running.enter_context(unnoticed_by_fast_paths(_SeeingMode))
-        self._running.enter_context(_SeeingMode(self._see))
+        self._running.enter_context(unnoticed_by_fast_paths())
+        self._running.enter_context(SeeingMode(self._see))
         self._is_running = True
         return self
 
@@ -332,23 +332,3 @@ def _placed(call: AttentionCall, running: RunningForward, max_sequences: int | N
             "queries an axis of their own beside the heads, (B, H, 1, D)"
         )
     return replace(call, forward=running.number, is_of_all_tokens=is_of_all_tokens)
-
-
-class _SeeingMode(TorchFunctionMode):
-    """Lets every torch function run as it would, and shows what was called."""
-
-    def __init__(self, see: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], object], None]) -> None:
-        super().__init__()
-        self._see = see
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        result = func(*args, **kwargs)
-        self._see(func, args, kwargs, result)
-        return result
