@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_attn.capture.axes import contraction, is_contraction
 from lightning_attn.capture.channels import ChannelTrail
+from lightning_attn.capture.contraction import contraction, is_contraction
 from lightning_attn.capture.isolation import unheard
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.softmax import assembly, logits, normalisation, values

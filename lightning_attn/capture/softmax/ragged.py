@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_attn.capture.axes import is_contraction
+from lightning_attn.capture.contraction import is_contraction
 from lightning_attn.capture.isolation import in_backward
 from lightning_attn.capture.softmax.operation import Operation
 from lightning_attn.capture.softmax.trail import Constant, Ragged
