@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.reader import UnreadableError
+from lightning_attn.capture.refusals import UnreadableError
 from lightning_attn.statistics.measure import Sums
 
 

@@ -7,15 +7,14 @@ known once the softmax has been taken over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_attn.capture.isolation import viewed
+from lightning_attn.capture.refusals import HEADS_AS_QUERIES, KEYS_OF_WINDOWS, TOKENS_AS_HEADS, Refusal
 
 #: One label per axis of a tensor.
 Axes = tuple[str, ...]
@@ -23,19 +22,6 @@ Axes = tuple[str, ...]
 SHARED = "shared"
 LEFT = "left"
 RIGHT = "right"
-#: Why attention is refused whose axes are not what they would be taken for.
-HEADS_AS_QUERIES = (
-    "its queries lie beside each other within one token, as heads do; give queries an axis of their own beside the "
-    "heads, (B, H, N, D)"
-)
-TOKENS_AS_HEADS = (
-    "the axis that heads should have goes from token to token (windows, chunks, sequences); fold it into the "
-    "sequences, (B, H, N, D)"
-)
-KEYS_OF_WINDOWS = (
-    "every window or chunk of queries has keys of its own that were put together for it, so that there is no matrix of "
-    "all queries and keys"
-)
 #: What left and right turn out to be, once a softmax was taken over one of them.
 QUERY = "query"
 KEY = "key"
@@ -68,11 +54,11 @@ class Contraction:
             for label in self.axes
         )
 
-    def doubts(self) -> dict[str, str]:
+    def doubts(self) -> dict[str, Refusal]:
         """Of the sides, `LEFT` or `RIGHT`, why their axes cannot be what they would be taken for."""
         sides = (LEFT, self.left, self.left_axes, self.right_axes), (RIGHT, self.right, self.right_axes, self.left_axes)
         shared = [label for label in self.axes if label in self.left_axes and label in self.right_axes]
-        found: dict[str, str] = {}
+        found: dict[str, Refusal] = {}
         for side, operand, labels, others in sides:
             rows = [axis for axis, label in enumerate(labels) if label not in others]
             widths = [axis for axis, label in enumerate(labels) if label in self.summed]
@@ -90,131 +76,6 @@ class Contraction:
     def summed(self) -> set[str]:
         """The labels of the axes that are summed over."""
         return (set(self.left_axes) & set(self.right_axes)) - set(self.axes)
-
-
-def is_contraction(function: Callable[..., Any]) -> bool:
-    """Whether a torch function is one that `contraction` may read."""
-    return function in _CONTRACTIONS
-
-
-def contraction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contraction | None:
-    """Read a call of a torch function as a product of two tensors; ``None`` where it is none or another kind of one."""
-    read = _CONTRACTIONS.get(function)
-    if read is None:
-        return None
-    try:
-        return read(*args, **kwargs)
-    except (TypeError, ValueError):  # a signature that is not used for attention: three operands, `out=`, …
-        return None
-
-
-def _matmul(input: Tensor, other: Tensor) -> Contraction:
-    shared = max(input.dim(), other.dim()) - 2
-    leading = [f"leading {number}" for number in range(shared, 0, -1)]
-    left = (*leading[shared - (input.dim() - 2) :], LEFT, "width") if input.dim() > 1 else ("width",)
-    right = (*leading[shared - (other.dim() - 2) :], "width", RIGHT) if other.dim() > 1 else ("width",)
-    axes = (*leading, *(LEFT,) * (input.dim() > 1), *(RIGHT,) * (other.dim() > 1))
-    return Contraction(input, other, left, right, axes)
-
-
-def _matmul_of_the_right(self: Tensor, other: Tensor) -> Contraction:
-    return _matmul(other, self)
-
-
-def _product_of_batches(input: Tensor, mat2: Tensor) -> Contraction:
-    return _matmul(input, mat2)
-
-
-def _added_product_of_batches(
-    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Contraction:
-    return _matmul(batch1, batch2)
-
-
-def _added_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Contraction:
-    return _matmul(mat1, mat2)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction:
-    leading = tuple(f"{LEFT} {number}" for number in range(input.dim() - 2))
-    return Contraction(input, weight, (*leading, LEFT, "width"), (RIGHT, "width"), (*leading, LEFT, RIGHT))
-
-
-def _einsum(equation: str, *operands: Any) -> Contraction:
-    tensors: Sequence[Tensor] = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
-    left, right = tensors
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    left_letters, right_letters = inputs.split(",")
-    if "->" not in equation:
-        letters = (left_letters + right_letters).replace("...", "")
-        output = "..." * ("..." in inputs) + "".join(sorted(x for x in letters if letters.count(x) == 1))
-    longest = max(
-        left.dim() - len(left_letters.replace("...", "")), right.dim() - len(right_letters.replace("...", ""))
-    )
-
-    def labels(letters: str, dimensions: int) -> Axes:
-        before, dots, after = letters.partition("...")
-        count = dimensions - len(before) - len(after) if dots else 0
-        return (*before, *(f"leading {number}" for number in range(count, 0, -1)), *after)
-
-    dimensions = len(output.replace("...", "")) + longest * ("..." in output)
-    return Contraction(
-        left,
-        right,
-        labels(left_letters, left.dim()),
-        labels(right_letters, right.dim()),
-        labels(output, dimensions),
-    )
-
-
-def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Contraction:
-    if isinstance(dims, int):
-        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
-    summed_left, summed_right = (
-        [axis % tensor.dim() for axis in axes] for axes, tensor in zip(dims, (a, b), strict=True)
-    )
-    left = tuple(f"width {summed_left.index(i)}" if i in summed_left else f"{LEFT} {i}" for i in range(a.dim()))
-    right = tuple(f"width {summed_right.index(i)}" if i in summed_right else f"{RIGHT} {i}" for i in range(b.dim()))
-    return Contraction(a, b, left, right, tuple(label for label in left + right if not label.startswith("width")))
-
-
-def _distances(x1: Tensor, x2: Tensor, *_: Any, **__: Any) -> Contraction:
-    """Distances compare the tokens of two tensors as products do."""
-    return _matmul(x1, x2.mT)
-
-
-_CONTRACTIONS: dict[Callable[..., Any], Callable[..., Contraction]] = {
-    torch.matmul: _matmul,
-    torch.linalg.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _matmul_of_the_right,
-    torch.bmm: _product_of_batches,
-    Tensor.bmm: _product_of_batches,
-    torch.mm: _product_of_batches,
-    Tensor.mm: _product_of_batches,
-    torch.baddbmm: _added_product_of_batches,
-    Tensor.baddbmm: _added_product_of_batches,
-    torch.addmm: _added_product,
-    Tensor.addmm: _added_product,
-    torch.nn.functional.linear: _linear,
-    torch.einsum: _einsum,
-    torch.tensordot: _tensordot,
-    torch.cdist: _distances,
-}
-# The same operators, called by their names.
-_CONTRACTIONS |= {
-    operator: read
-    for name, read in {
-        "matmul": _matmul,
-        "bmm": _product_of_batches,
-        "mm": _product_of_batches,
-        "baddbmm": _added_product_of_batches,
-        "linear": _linear,
-        "einsum": _einsum,
-    }.items()
-    for operator in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, name).default)
-}
 
 
 def lies_within_tokens(tensor: Tensor, rows: int, width: int) -> bool:

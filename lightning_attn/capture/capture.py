@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_attn.capture.axes import HEADS_AS_QUERIES, lies_within_tokens
+from lightning_attn.capture.axes import lies_within_tokens
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
 from lightning_attn.capture.isolation import (
+    SeeingMode,
     after_every_module,
     compiling_nothing,
     device_of,
@@ -28,16 +28,38 @@ from lightning_attn.capture.isolation import (
     unnoticed_by_fast_paths,
 )
 from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
-from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, interceptors, readers
+from lightning_attn.capture.reader import Sampling, interceptors, readers
+from lightning_attn.capture.refusals import HEADS_AS_QUERIES, UnreadableError, products_inside
 from lightning_attn.capture.report import SiteFaults
-from lightning_attn.capture.sites import RunningForward, SiteNames, SitePatterns
-from lightning_attn.capture.softmax import SoftmaxFollower
+from lightning_attn.capture.running import RunningForward, RunningForwards, attends_to_others, heads_in_batch
+from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
-from lightning_attn.capture.written import WrittenAttention
 
 #: What becomes of compiled modules while something watches.
 Compiled = Literal["eager", "skip"]
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """An attention call that was seen and not yet read.
+
+    Args:
+        modules: the modules that compute it, from the innermost outwards.
+        read: reads it.
+        device: asks where it is computed.
+        states: tells the hidden states around it, where it tells them itself.
+        rows: how many rows its softmax has, where nothing else of it may be known.
+        is_told: whether the model tells of it, so that it may be seen in another way as well.
+    """
+
+    modules: tuple[nn.Module, ...]
+    read: Callable[[Sampling], AttentionCall]
+    device: Callable[[], torch.device]
+    states: Callable[[Sampling], HiddenStates] | None = None
+    rows: int | None = None
+    is_told: bool = False
 
 
 class Capture:
@@ -95,6 +117,7 @@ class Capture:
         if self._is_running:
             raise RuntimeError("This capture is already running.")
         self._names = SiteNames(self._model)
+        self._forwards = RunningForwards()
         self._channels = ChannelTrail()
         self._follower = SoftmaxFollower(self._model, self._names, self._found, self._channels)
         self._attended: dict[nn.Module, Attended] = {}
@@ -106,8 +129,8 @@ class Capture:
         if self._receive_states is not None:
             self._running.enter_context(after_every_module(self._see_states))
         self._running.enter_context(opaque_calls(self._hear))
-        self._running.enter_context(unnoticed_by_fast_paths(_SeeingMode))
-        self._running.enter_context(_SeeingMode(self._see))
+        self._running.enter_context(unnoticed_by_fast_paths())
+        self._running.enter_context(SeeingMode(self._see))
         self._is_running = True
         return self
 
@@ -123,50 +146,20 @@ class Capture:
         """Look at one call of a torch function, which may be an attention or a part of one."""
         declared = self._readers.get(function)
         if declared is None:
-            self._follow(function, args, kwargs, result)
+            if self._follower is not None:
+                self._following(self._follower.see, function, args, kwargs, result)
             return
-        read, read_states, modules = declared.read, declared.states, self._names.computing()
+        modules = self._names.computing()
         if declared.weight is not None:
             modules = (*self._names.owner_of(args[declared.weight]), *modules)
-        states = None if read_states is None else partial(read_states, args, kwargs)
-        self._take(modules, partial(read, args, kwargs), partial(device_of, (*args, *kwargs.values())), states)
-
-    def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
-        """Take a call that no torch function showed.
-
-        Args:
-            read: reads it.
-            device: where it is computed.
-        """
-        self._take(self._names.computing(), read, lambda: device)
-
-    @contextmanager
-    def laid_out_as(self, query: Tensor) -> Iterator[None]:
-        """Tell how the model laid out the queries of the calls that are made inside the block.
-
-        Args:
-            query: (B, H, N, D), before a function may have folded heads into queries.
-        """
-        outer, self._query = self._query, query
-        try:
-            yield
-        finally:
-            self._query = outer
-
-    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
-        """Take a call that the model tells of, and that may be seen in another way as well.
-
-        Args:
-            read: reads it.
-            device: where it is computed.
-        """
-        self._take(self._names.computing(), read, lambda: device, is_told=True)
-
-    def _follow(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
-    ) -> None:
-        if self._follower is not None:
-            self._following(self._follower.see, function, args, kwargs, result)
+        self._take(
+            Sighting(
+                modules,
+                read=partial(declared.read, args, kwargs),
+                device=partial(device_of, (*args, *kwargs.values())),
+                states=None if declared.states is None else partial(declared.states, args, kwargs),
+            )
+        )
 
     def _hear(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Hear of one call into which nothing can see."""
@@ -176,11 +169,9 @@ class Capture:
         if self._scripts.attends(called):
 
             def read(sampling: Sampling) -> AttentionCall:
-                raise UnreadableError(
-                    f"it is computed in {name!r}, which `torch.jit` compiled; as it was before, it is seen. {WAY_OUT}"
-                )
+                raise products_inside(name).error()
 
-            self._take(self._names.computing(), read, lambda: torch.device("cpu"))
+            self.take(read, torch.device("cpu"))
 
     def _following(self, see: Callable[..., None], *seen: Any) -> None:
         """Let the follower see something; where that fails, do without it."""
@@ -197,24 +188,48 @@ class Capture:
         module, changed_by = self._names.site_of(attention.modules), attention.softmax.changed_by
         if module is not None and self._names[module] in self._faults.in_pieces:
             return
-        taken = self._take(attention.modules, attention.read, lambda: attention.device, rows=attention.rows)
+        taken = self._take(
+            Sighting(attention.modules, attention.read, device=lambda: attention.device, rows=attention.rows)
+        )
         if taken and module is not None and changed_by is not None:
             self._faults.report_changed_weights(self._names[module], changed_by)
 
-    def _take(
-        self,
-        modules: tuple[nn.Module, ...],
-        read: Callable[[Sampling], AttentionCall],
-        device: Callable[[], torch.device],
-        states: Callable[[Sampling], HiddenStates] | None = None,
-        *,
-        rows: int | None = None,
-        is_told: bool = False,
-    ) -> bool:
-        """Read a call and hand it on; whether it was."""
+    def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Take a call that no torch function showed.
+
+        Args:
+            read: reads it.
+            device: where it is computed.
+        """
+        self._take(Sighting(self._names.computing(), read, lambda: device))
+
+    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+        """Take a call that the model tells of, and that may be seen in another way as well.
+
+        Args:
+            read: reads it.
+            device: where it is computed.
+        """
+        self._take(Sighting(self._names.computing(), read, lambda: device, is_told=True))
+
+    @contextmanager
+    def laid_out_as(self, query: Tensor) -> Iterator[None]:
+        """Tell how the model laid out the queries of the calls that are made inside the block.
+
+        Args:
+            query: (B, H, N, D), before a function may have folded heads into queries.
+        """
+        outer, self._query = self._query, query
+        try:
+            yield
+        finally:
+            self._query = outer
+
+    def _take(self, sighting: Sighting) -> bool:
+        """Read a call and hand it on, if it is of a site that is watched; whether it was."""
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
             return False
-        module = self._names.site_of(modules)
+        module = self._names.site_of(sighting.modules)
         if module is None:
             return False
         self.count += 1
@@ -224,21 +239,15 @@ class Capture:
         taken = False
         with self._reporting(site):
             try:
-                taken = self._read(module, modules, read, device(), states, is_told)
+                taken = self._hand_on(module, sighting)
             except UnreadableError:
-                if is_told or not self._told.covers(module, rows):
+                if sighting.is_told or not self._told.covers(module, sighting.rows):
                     raise
         return taken
 
-    def _read(
-        self,
-        module: nn.Module,
-        modules: tuple[nn.Module, ...],
-        read: Callable[[Sampling], AttentionCall],
-        device: torch.device,
-        states: Callable[[Sampling], HiddenStates] | None,
-        is_told: bool,
-    ) -> bool:
+    def _hand_on(self, module: nn.Module, sighting: Sighting) -> bool:
+        """Read a call of a site and hand it on, unless the model told of it before; whether it was."""
+        device = sighting.device()
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart; "
@@ -246,38 +255,45 @@ class Capture:
             )
         if device.type == "meta":
             return False
+        sampling = self._sampling(module, device)
+        with isolated(device):
+            call = self._read(module, sighting, sampling)
+            if sighting.is_told:
+                self._told.tell(module, call)
+            elif self._told.is_known(sighting.modules, call):
+                return False
+            self._receive(call)
+            if self._receive_states is not None and sighting.states is not None:
+                self._receive_states(sighting.states(sampling))
+            elif self._receive_states is not None and module not in self._attended:
+                self._attended[module] = Attended.by(call, module)
+        return True
+
+    def _sampling(self, module: nn.Module, device: torch.device) -> Sampling:
+        """How much is wanted of a call that a site makes now."""
         autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-        sampling = Sampling(
+        return Sampling(
             site=self._names[module],
             max_sequences=self._max_sequences,
             with_values=self._with_values,
             autocast_dtype=torch.get_autocast_dtype(device.type) if autocast else None,
             channels=self._channels,
-            heads_in_batch=partial(self._names.heads_in_batch, module),
+            heads_in_batch=partial(heads_in_batch, module),
         )
-        with isolated(device):
-            call = read(sampling)
-            if self._query is not None:
-                call = unfolded(call, self._query)
-            if call.logit_matrix is None and lies_within_tokens(call.query, -2, -1):
-                raise UnreadableError(HEADS_AS_QUERIES)
-            # A view made without a graph still holds the graph of what it is a view of.
-            call = call.map_tensors(Tensor.detach)
-            if call.self_attention and self._names.attends_to_others(module, call.keys):
-                call = replace(call, self_attention=False)
-            running = self._names.running(module)
-            if running is not None:
-                call = _placed(call, running, self._max_sequences)
-            if is_told:
-                self._told.tell(module, call)
-            elif self._told.is_known(modules, call):
-                return False
-            self._receive(call)
-            if self._receive_states is not None and states is not None:
-                self._receive_states(states(sampling))
-            elif self._receive_states is not None and module not in self._attended:
-                self._attended[module] = Attended.by(call, module)
-        return True
+
+    def _read(self, module: nn.Module, sighting: Sighting, sampling: Sampling) -> AttentionCall:
+        """The call, with what the forward pass of its site tells of it: its layout, whom it attends to, its number."""
+        call = sighting.read(sampling)
+        if self._query is not None:
+            call = unfolded(call, self._query)
+        if call.logit_matrix is None and lies_within_tokens(call.query, -2, -1):
+            raise UnreadableError(HEADS_AS_QUERIES.reason)
+        # A view made without a graph still holds the graph of what it is a view of.
+        call = call.map_tensors(Tensor.detach)
+        if call.self_attention and attends_to_others(module, call.keys):
+            call = replace(call, self_attention=False)
+        forward = self._forwards.of(module)
+        return call if forward is None else _placed(call, forward, self._max_sequences)
 
     def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Look at a module that returns: whether it computed attention, and what entered and left it."""
@@ -316,23 +332,3 @@ def _placed(call: AttentionCall, running: RunningForward, max_sequences: int | N
             "queries an axis of their own beside the heads, (B, H, 1, D)"
         )
     return replace(call, forward=running.number, is_of_all_tokens=is_of_all_tokens)
-
-
-class _SeeingMode(TorchFunctionMode):
-    """Lets every torch function run as it would, and shows what was called."""
-
-    def __init__(self, see: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], object], None]) -> None:
-        super().__init__()
-        self._see = see
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        result = func(*args, **kwargs)
-        self._see(func, args, kwargs, result)
-        return result

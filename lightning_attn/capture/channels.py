@@ -28,12 +28,6 @@ CHANNEL = "channel"
 #: What is not known to be channels: tokens, places in an image, sequences.
 PLACE = "place"
 
-#: Why attention over channels is not read.
-REFUSAL = (
-    "it attends over channels: its queries and keys are multiplied along the tokens, as in cross-covariance or "
-    "transposed attention, so that statistics of tokens do not apply. Choose `sites` without it to hear nothing of it"
-)
-
 #: Layers by the axis, counted from the last, in which they write channels.
 _LAYERS: dict[Callable[..., Any], int] = {
     functional.linear: 1,

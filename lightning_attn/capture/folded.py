@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, Visibility
-from lightning_attn.capture.reader import UnreadableError
+from lightning_attn.capture.refusals import UnreadableError
 
 
 def unfolded(call: AttentionCall, query_BHND: Tensor) -> AttentionCall:

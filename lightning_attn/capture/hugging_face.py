@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.flex import IndexRule
-from lightning_attn.capture.reader import Sampling, Sightings, UnreadableError, intercepts
+from lightning_attn.capture.reader import Sampling, Sightings, intercepts
+from lightning_attn.capture.refusals import UnreadableError
 from lightning_attn.capture.token_order import order_of_one_sequence, order_of_packed_sequences
 
 _AttentionFunction = Callable[..., Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_attn.capture.reader import UnreadableError
+from lightning_attn.capture.refusals import UnreadableError
 
 
 @dataclass(frozen=True)

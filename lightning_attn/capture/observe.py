@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, Visibility
-from lightning_attn.capture.reader import Sampling, Sightings, UnreadableError, intercepts
+from lightning_attn.capture.reader import Sampling, Sightings, intercepts
+from lightning_attn.capture.refusals import UnreadableError
 
 _WATCHING: list[Sightings] = []
 

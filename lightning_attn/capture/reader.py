@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.channels import REFUSAL, ChannelTrail
+from lightning_attn.capture.channels import ChannelTrail
+from lightning_attn.capture.refusals import OVER_CHANNELS
 from lightning_attn.capture.states import HiddenStates
 
 
@@ -45,7 +46,7 @@ class Sampling:
             UnreadableError: if they are known to be channels.
         """
         if self.channels.are_compared(query, key):
-            raise UnreadableError(REFUSAL)
+            raise OVER_CHANNELS.error()
 
 
 def check_sequences(**numbers: int | None) -> None:
@@ -60,18 +61,6 @@ def check_sequences(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"`{name}` must be a positive integer, or None for all sequences, got {number!r}.")
-
-
-#: What helps where queries, keys or weights cannot be read off tensors, but the model knows them.
-WAY_OUT = "`lightning_attn.observe(query, key, value)` in the line before it tells of it; or choose `sites` without it"
-
-
-class UnreadableError(Exception):
-    """A call that is attention but cannot be read; the message says why and names a way out."""
-
-
-class UnreadablePieceError(UnreadableError):
-    """A call that cannot be read and is a piece of an attention, so that without it the others are of no use."""
 
 
 #: Reads one call of a torch function: the arguments it got, by position and by name, and what is wanted of them.

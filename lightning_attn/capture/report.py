@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.reader import UnreadableError, UnreadablePieceError
+from lightning_attn.capture.refusals import UnreadableError, UnreadablePieceError
 from lightning_attn.capture.sites import SitePatterns
 
 

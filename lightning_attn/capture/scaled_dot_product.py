@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from lightning_attn.capture.axes import TOKENS_AS_HEADS, steps_over_tokens
+from lightning_attn.capture.axes import steps_over_tokens
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.nested import first_of, is_dense_inside, padded
-from lightning_attn.capture.reader import Sampling, UnreadableError, reads
+from lightning_attn.capture.reader import Sampling, reads
+from lightning_attn.capture.refusals import TOKENS_AS_HEADS, UnreadableError
 
 
 @reads(functional.scaled_dot_product_attention)
@@ -60,7 +61,7 @@ def _read(
             attn_mask = _beside_each_other(attn_mask, heads)
     query, key, value, attn_mask = _with_heads_third(sampling, query, key, value, attn_mask)
     if any(tensor.dim() > 3 and steps_over_tokens(tensor, -3, -1) for tensor in (query, key, value)):
-        raise UnreadableError(TOKENS_AS_HEADS)
+        raise UnreadableError(TOKENS_AS_HEADS.reason)
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     dimensions = max(query.dim(), key.dim(), value.dim())
 

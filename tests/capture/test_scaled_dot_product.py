@@ -23,7 +23,8 @@ from torch.testing import assert_close
 
 from lightning_attn import AttentionCall, AttentionObserver, record
 from lightning_attn.capture.isolation import isolated
-from lightning_attn.capture.reader import Sampling, UnreadableError
+from lightning_attn.capture.reader import Sampling
+from lightning_attn.capture.refusals import UnreadableError
 from lightning_attn.capture.scaled_dot_product import read
 
 INF = math.inf

@@ -761,7 +761,7 @@ def test_a_fault_in_following_is_said_and_the_pass_goes_on(monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr("lightning_attn.capture.softmax.axes_after", fail)
+    monkeypatch.setattr("lightning_attn.capture.softmax.layout.axes_after", fail)
     model = Model(masked_fill)
     with pytest.warns(AttentionWarning, match="written out with softmax failed.*injected"), record(model) as recording:
         model(tokens())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import Axes, is_view
 from lightning_attn.capture.call import HIDING_PENALTY
-from lightning_attn.capture.open_trails import Place
+from lightning_attn.capture.refusals import Refusal
+from lightning_attn.capture.softmax.open_trails import Place
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Logits:
     has_unseen_mask: bool = False
     shift: Tensor | None = None
     without_data: frozenset[str] = frozenset()
-    doubts: Mapping[str, str] = field(default_factory=dict)
-    refusal: str | None = None
+    doubts: Mapping[str, Refusal] = field(default_factory=dict)
+    refusal: Refusal | None = None
     place: Place | None = None
     opaque: str | None = None
 
@@ -70,8 +71,8 @@ class Softmax:
         version: how often the logits had been written to.
         heads: which of the shared axes are heads; ``None`` where that is not known.
         changed_by: the operation that made something else of its result.
+        refusal: why it cannot be read.
         is_done: whether its result has multiplied values.
-        is_piece: whether it is one of several that make one attention, or of rows that such were put together to.
     """
 
     logits: Tensor
@@ -81,9 +82,18 @@ class Softmax:
     version: int
     heads: tuple[int, ...] | None = None
     changed_by: str | None = None
-    refusal: str | None = None
+    refusal: Refusal | None = None
     is_done: bool = False
-    is_piece: bool = False
+
+    def refuse(self, refusal: Refusal) -> None:
+        """It cannot be read, for another reason than any before; what was a piece of an attention stays one."""
+        was_piece = self.refusal is not None and self.refusal.is_piece
+        self.refusal = replace(refusal, is_piece=refusal.is_piece or was_piece)
+
+    def let_go(self) -> None:
+        """Hold nothing any more: others may still hold the weights, and by them this object."""
+        self.logits = self.logits.new_empty(0)
+        self.history = replace(self.history, masks=(), shift=None)
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,11 @@ class Weights:
     softmaxes: tuple[Softmax, ...]
     axes: Axes
     first_column: int = 0
+
+    def change(self, operation: str) -> None:
+        """An operation has made something else of them than their softmaxes gave."""
+        for softmax in self.softmaxes:
+            softmax.changed_by = softmax.changed_by or operation
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,16 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, Axes, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
-from lightning_attn.capture.channels import REFUSAL as OVER_CHANNELS
 from lightning_attn.capture.isolation import written_to
-from lightning_attn.capture.reader import WAY_OUT, Sampling, UnreadableError, UnreadablePieceError
-from lightning_attn.capture.trail import Logits, Softmax
+from lightning_attn.capture.reader import Sampling
+from lightning_attn.capture.refusals import (
+    KEYS_OF_EACH_QUERY,
+    NESTED,
+    NO_LEARNED_SINK,
+    OVERWRITTEN_LOGITS,
+    UNKNOWN_HEADS,
+)
+from lightning_attn.capture.softmax.trail import Logits, Softmax
 
 #: A logit this low belongs to a hidden key where no mask was seen: fp16 masks hold -65504.
 _HIDDEN_BELOW = -3e4
@@ -54,8 +60,7 @@ class WrittenAttention:
             Logits((LEFT, RIGHT)),
             modules,
             version=0,
-            refusal="it is written out with nested tensors; `scaled_dot_product_attention` can be read with them, "
-            "and so can padded tensors with a mask",
+            refusal=NESTED,
         )
         return cls(softmax, modules, None, False, slice(0, 0))
 
@@ -94,21 +99,13 @@ class WrittenAttention:
         """
         softmax, history = self.softmax, self.softmax.history
         if softmax.refusal is not None:
-            kind = UnreadablePieceError if softmax.is_piece else UnreadableError
-            names_a_way_out = softmax.refusal == OVER_CHANNELS
-            raise kind(softmax.refusal if names_a_way_out else f"{softmax.refusal}. {WAY_OUT}")
+            raise softmax.refusal.error()
         if softmax.axes.count(SHARED) > 2 and not self.is_grouped and softmax.heads is None:
-            raise UnreadablePieceError(
-                "it has more than two axes beside queries and keys (windows, chunks), and which of them are heads "
-                f"cannot be told. {WAY_OUT}, with windows or chunks as sequences of their own"
-            )
+            raise UNKNOWN_HEADS.error()
         if self._queries == 1 and softmax.axes.count(SHARED) - len(self._heads) > 1:
-            raise UnreadablePieceError(
-                "each query has keys of its own, so that there is no matrix of all queries and keys. "
-                f"{WAY_OUT}, with all keys and a mask"
-            )
+            raise KEYS_OF_EACH_QUERY.error()
         if softmax.version != written_to(softmax.logits):
-            raise UnreadableError(f"its logits are overwritten before its weights multiply the values. {WAY_OUT}")
+            raise OVERWRITTEN_LOGITS.error()
 
         def arrange(tensor: Tensor) -> Tensor:
             return self._arranged(tensor, softmax.axes, sampling)
@@ -117,6 +114,22 @@ class WrittenAttention:
         if history.shift is not None:
             all_columns_BHNM = all_columns_BHNM + arrange(history.shift)
         logits_BHNM = all_columns_BHNM[..., self.columns]
+        sequences, heads, queries, keys = logits_BHNM.shape
+        return AttentionCall(
+            site=sampling.site,
+            query=logits_BHNM.new_empty(sequences, heads, queries, 0),
+            key=logits_BHNM.new_empty(sequences, heads, keys, 0),
+            value=self._value(sampling) if sampling.with_values else None,
+            scale=1.0,
+            visibility=Visibility(mask=~self._hidden(logits_BHNM, arrange)),
+            self_attention=queries == keys,
+            sink_logits=self._sink_logits(all_columns_BHNM),
+            logit_matrix=logits_BHNM,
+        )
+
+    def _hidden(self, logits_BHNM: Tensor, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        """Which keys are hidden: by the masks that were seen where the logits bear them out, and by their logits."""
+        history = self.softmax.history
         hidden_BHNM = torch.zeros_like(logits_BHNM, dtype=torch.bool)
         has_unseen_mask = history.has_unseen_mask
         for mask in history.masks:
@@ -130,18 +143,7 @@ class WrittenAttention:
             hidden_BHNM |= logits_BHNM <= _PROBABLY_HIDDEN_BELOW
         else:
             hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if bool(hidden_BHNM.any()) else _HIDDEN_BELOW)
-        sequences, heads, queries, keys = logits_BHNM.shape
-        return AttentionCall(
-            site=sampling.site,
-            query=logits_BHNM.new_empty(sequences, heads, queries, 0),
-            key=logits_BHNM.new_empty(sequences, heads, keys, 0),
-            value=self._value(sampling) if sampling.with_values else None,
-            scale=1.0,
-            visibility=Visibility(mask=~hidden_BHNM),
-            self_attention=queries == keys,
-            sink_logits=self._sink_logits(all_columns_BHNM),
-            logit_matrix=logits_BHNM,
-        )
+        return hidden_BHNM
 
     @property
     def _shape(self) -> torch.Size:
@@ -174,8 +176,5 @@ class WrittenAttention:
         sink_BHN = all_columns_BHNM[..., without_value_M].float().logsumexp(-1)
         sink_H = sink_BHN[0, :, 0]
         if not torch.allclose(sink_BHN, sink_H[:, None].expand_as(sink_BHN), rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise UnreadablePieceError(
-                "its softmax has columns without a value whose logits differ from row to row, so that they are no "
-                f"learned sink. With keys of their own for these, and values of zero, {WAY_OUT}"
-            )
+            raise NO_LEARNED_SINK.error()
         return sink_H

@@ -9,7 +9,28 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_attn.capture.trail import Followed, Logits, SomeFollowed
+from lightning_attn.capture.softmax.trail import Followed, Logits, SomeFollowed
+
+#: The plain name of an operation that has another one.
+_SYNONYMS = {
+    "radd": "add",
+    "iadd": "add",
+    "isub": "sub",
+    "subtract": "sub",
+    "rmul": "mul",
+    "imul": "mul",
+    "multiply": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "concat": "cat",
+    "concatenate": "cat",
+    "amax": "max",
+    "special_logsumexp": "logsumexp",
+    "special_softmax": "softmax",
+    "special_log_softmax": "log_softmax",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +53,11 @@ class Operation:
     operands: list[Tensor]
     known: list[Followed | None]
     result: object
+
+    @property
+    def plain_name(self) -> str:
+        """What all operations go by that do the same."""
+        return _SYNONYMS.get(self.name, self.name)
 
     @cached_property
     def results(self) -> list[Tensor]:

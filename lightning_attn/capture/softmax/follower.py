@@ -1,0 +1,132 @@
+"""Every call of a torch function that a forward pass makes, and who follows what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_attn.capture.channels import ChannelTrail
+from lightning_attn.capture.contraction import contraction, is_contraction
+from lightning_attn.capture.isolation import unheard
+from lightning_attn.capture.sites import SiteNames
+from lightning_attn.capture.softmax import assembly, logits, normalisation, values
+from lightning_attn.capture.softmax.constants import TAKE_THE_SHAPE, follow_constants, meet_replaced_parameters
+from lightning_attn.capture.softmax.layout import keep
+from lightning_attn.capture.softmax.lost import follow_softmax_of_unknown
+from lightning_attn.capture.softmax.normalisation import SOFTMAXES
+from lightning_attn.capture.softmax.operation import Operation, is_opaque, name_of, tensors_among
+from lightning_attn.capture.softmax.products import follow_channels, follow_product
+from lightning_attn.capture.softmax.ragged import follow_ragged, is_ragged
+from lightning_attn.capture.softmax.rearranged import follow_rearranged, loses_layout
+from lightning_attn.capture.softmax.trail import CONSTANT, Followed
+from lightning_attn.capture.softmax.unseen import begin_unseen_product, follow_unseen, nothing_is_known
+from lightning_attn.capture.softmax.walk import Walk
+from lightning_attn.capture.softmax.written import WrittenAttention
+
+#: Operations that do more than to keep the layout, by their plain names.
+_STEPS = {**logits.STEPS, **assembly.STEPS, **normalisation.STEPS, **values.STEPS}
+
+
+class SoftmaxFollower:
+    """Follows the tensors of a forward pass, and tells of every attention that is written out with a softmax.
+
+    Args:
+        model: the model; its weights and buffers are no activations.
+        names: tells which modules are computing, and what they were given.
+        found: called with each attention, when its weights have multiplied its values.
+        channels: follows the channels of tensors, from the layers that made them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: SiteNames,
+        found: Callable[[WrittenAttention], None],
+        channels: ChannelTrail,
+    ) -> None:
+        self._walk = Walk(model, names, found, channels)
+        self._known = self._walk.trail.get
+        self._channels = channels
+
+    def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Look at one call of a torch function and its result."""
+        # Most calls have nothing to do with attention: these first lines decide what watching costs.
+        operands = tensors_among(args, kwargs)
+        known = [self._known(operand) for operand in operands]
+        self._channels.follow(function, operands, result)
+        if known.count(None) + known.count(CONSTANT) == len(known):
+            if is_contraction(function):
+                factors = known[:2] if function is functional.linear else known[-2:]
+                if CONSTANT in factors and None in factors:
+                    if function is not functional.linear and isinstance(result, Tensor):
+                        with unheard():
+                            follow_channels(self._walk, contraction(function, args, kwargs), result)
+                    return
+            elif None in known:
+                self._see_data(function, args, kwargs, operands, known, result)
+                return
+        with unheard():
+            self._look(Operation(name_of(function), function, args, kwargs, operands, known, result))
+
+    def see_opaque(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Look at one call of a function into which nothing can see, or not into all of it, and at its result."""
+        operands = tensors_among(args, kwargs)
+        known = [self._known(operand) for operand in operands]
+        if known.count(None) < len(known) or known.count(None) > 1:
+            with unheard():
+                follow_unseen(self._walk, Operation(name, nothing_is_known, args, kwargs, operands, known, result))
+
+    def _see_data(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: list[Tensor],
+        known: list[Followed | None],
+        result: object,
+    ) -> None:
+        """Look at a call that computes something of data and of constants, and is no product."""
+        written = result is operands[0] or function is Tensor.__setitem__
+        # As keys into a cache. A parameter stays one: an optimiser that steps writes into every one of them.
+        if written and known[0] is CONSTANT and type(operands[0]) is not nn.Parameter:
+            with unheard():
+                self._walk.trail.write_data(operands[0])
+        elif function in TAKE_THE_SHAPE and isinstance(result, Tensor):
+            self._walk.trail.set(result, CONSTANT)
+        elif function in SOFTMAXES and self._walk.open.has_logits:
+            with unheard():
+                call = Operation("softmax", function, args, kwargs, operands, known, result)
+                follow_softmax_of_unknown(self._walk, call)
+        elif len(known) > 1 and is_opaque(function):
+            with unheard():
+                call = Operation(name_of(function), function, args, kwargs, operands, known, result)
+                begin_unseen_product(self._walk, call)
+
+    def _look(self, call: Operation) -> None:
+        """Look closely at a call of which some operand is known, or that may be a product of two activations."""
+        walk = self._walk
+        if is_ragged(call):
+            follow_ragged(walk, call)
+            return
+        if is_opaque(call.function):
+            follow_unseen(walk, call)
+            return
+        product = contraction(call.function, call.args, call.kwargs)
+        if product is not None and meet_replaced_parameters(walk, call):
+            call = replace(call, known=[self._known(operand) for operand in call.operands])
+        if call.function is not functional.linear and call.results:  # that is a layer, which is followed already
+            follow_channels(walk, product, call.results[0])
+        if product is not None and follow_product(walk, product, call):
+            return
+        for tensor in call.results:
+            walk.trail.set(tensor, None)  # what was computed in place is something else now
+        if follow_constants(walk, call, is_product=product is not None):
+            return
+        if loses_layout(call):
+            follow_rearranged(walk, call)
+        elif call.results:
+            _STEPS.get(call.plain_name, keep)(walk, call)
