@@ -89,8 +89,15 @@ REARRANGED = Refusal(
 
 # Trails that are lost.
 
-LOST_LOGITS = Refusal("its logits cannot be followed from the product of queries and keys to their softmax")
-LOST_WEIGHTS = Refusal("its weights cannot be followed from their softmax to their product with the values")
+# What else the module computes may be the rest of the same attention, as with the landmarks of Nyströmformer.
+LOST_LOGITS = Refusal(
+    "its logits cannot be followed from the product of queries and keys to their softmax",
+    is_piece=True,
+)
+LOST_WEIGHTS = Refusal(
+    "its weights cannot be followed from their softmax to their product with the values",
+    is_piece=True,
+)
 OVERWRITTEN_LOGITS = Refusal("its logits are overwritten before its weights multiply the values")
 OVERWRITTEN_BY_SOFTMAX = Refusal("its logits are overwritten by their softmax")
 NESTED = Refusal(

@@ -242,6 +242,12 @@ def weighted_sum_of_values_that_are_a_product(site: Site, query: Tensor, key: Te
     return weighted_sum(site, query, key, value @ (value.mT @ value))
 
 
+def weights_that_are_joined(site: Site, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Under the other name of `torch.cat`."""
+    weights = torch.concat([scores_of(query[part], key[part]).softmax(-1) for part in (slice(1), slice(1, None))])
+    return weights @ value
+
+
 WRITTEN: list[Attend] = [
     plain,
     values_that_are_a_product,

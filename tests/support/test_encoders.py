@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from support.cell import Arguments, Cell, Refused, Seen, cells_of, check
-from support.hugging_face import SMALL, attention_of, made, padded, sharpened
+from support.hugging_face import IDS, SMALL, attention_of, made, padded, sharpened
 from support.truth import Attention, Tape, products, rotated, split_heads, tokens
 from torch import nn
 
@@ -76,6 +76,11 @@ def reformer(way: str) -> nn.Module:
     chunks = {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "attention_head_size": 8}
     positions = {"axial_pos_shape": (4, 3), "axial_pos_embds_dim": (16, 16)}
     return made("ReformerModel", "ReformerConfig", way, **heads, **kinds, **chunks, **positions, is_decoder=False)
+
+
+def nystromformer(way: str) -> nn.Module:
+    settings = {"segment_means_seq_len": 12, "num_landmarks": 4, "conv_kernel_size": 3}
+    return bert("NystromformerModel", "NystromformerConfig", way, **settings)
 
 
 def nothing(model: nn.Module, tape: Tape, arguments: Arguments) -> list[Attention]:
@@ -223,6 +228,10 @@ CHUNKS = Refused(
     "(keys of its own that were put together|several of its axes may be).*observe",
     "it comes in chunks; `observe` beside it tells of it",
 )
+LANDMARKS = Refused(
+    "cannot be followed from their softmax to their product .*observe",
+    "queries and keys are compared with landmarks, and no matrix of queries and keys is computed",
+)
 CELLS = [
     *cells("BERT", partial(bert, "BertModel", "BertConfig"), truth_of_bert, BERT_SITES),
     *cells(
@@ -264,6 +273,21 @@ CELLS = [
         global_attention_mask=torch.tensor([[1] + 11 * [0]]).expand(2, -1),
     ),
     # In training it seeds itself anew, so that no two runs are alike.
+    *(
+        Cell(
+            FAMILY,
+            "Nyströmformer",
+            "eager",
+            mode,
+            partial(nystromformer, "eager"),
+            lambda model: {"input_ids": IDS},
+            nothing,
+            (BERT_SITES,),
+            LANDMARKS,
+            training=mode == "train",
+        )
+        for mode in ("train", "eval")
+    ),
     *cells("Reformer", reformer, nothing, "encoder.layers.*.attention.self_attention", ("eager",), CHUNKS, ("eval",)),
 ]
 CELLS += [

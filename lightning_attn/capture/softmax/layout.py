@@ -39,7 +39,7 @@ _CASTS = (
     "cpu",
 )
 #: Operations that change no difference between two logits of a row, hidden keys aside.
-_KEEPS_DIFFERENCES = (*_CASTS, "masked_fill", "where", "add", "radd", "iadd", "sub", "isub", "cat", "reshape")
+_KEEPS_DIFFERENCES = (*_CASTS, "masked_fill", "where", "add", "sub", "cat", "reshape")
 #: Operations that change no weight.
 _KEEPS_WEIGHTS = (*_CASTS, "nan_to_num", "reshape", "cat", "stack")
 
@@ -77,7 +77,7 @@ def keep_logits(walk: Walk, call: Operation, logits: Tensor, history: Logits, ma
         if axes != history.axes:
             kept = replace(history, axes=axes, masks=(), has_unseen_mask=history.has_unseen_mask or bool(history.masks))
         if history.shift is not None and (
-            axes != history.axes or not (is_view(result, logits) or call.name in _KEEPS_DIFFERENCES)
+            axes != history.axes or not (is_view(result, logits) or call.plain_name in _KEEPS_DIFFERENCES)
         ):
             kept = replace(kept, refusal=changed_after_shift(call.name))
         if mask is not None and mask.dim() > 0:
@@ -109,7 +109,7 @@ def _keep_weights(walk: Walk, call: Operation, weights: list[tuple[Tensor, Weigh
         if is_view(result, tensor) and result is not tensor:
             kept = replace(kept, first_column=followed.first_column + _skipped_columns(result, tensor, followed))
         elif not all(softmax.changed_by for softmax in softmaxes) and not (
-            call.name.endswith("dropout") or call.name in _KEEPS_WEIGHTS or is_part(result, tensor)
+            call.name.endswith("dropout") or call.plain_name in _KEEPS_WEIGHTS or is_part(result, tensor)
         ):
             kept.change(call.name)
         walk.trail.set(result, kept)

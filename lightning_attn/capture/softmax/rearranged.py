@@ -17,7 +17,7 @@ def loses_layout(call: Operation) -> bool:
 def _is_rearranged(call: Operation) -> bool:
     """Whether it was lost before. Beside logits whose layout is known, what has none is a bias."""
     has_layout = any(isinstance(followed, (Logits, Weights)) for followed in call.known)
-    return call.first(Rearranged) is not None and (not has_layout or call.name == "cat")
+    return call.first(Rearranged) is not None and (not has_layout or call.plain_name == "cat")
 
 
 def _puts_pieces_together(call: Operation) -> bool:
