@@ -56,6 +56,18 @@ class SiteFaults:
                 stacklevel=2,
             )
 
+    def report_tracing(self, site: str) -> None:
+        """Say that a site is not watched while a graph is made of what it computes."""
+        if (site, "tracing") not in self.reported:
+            self.reported.add((site, "tracing"))
+            warnings.warn(
+                f"What {site!r} computes while a graph is made of it (by `torch.jit.trace`, `torch.export`, `make_fx`, "
+                "`torch.fx` or with fake tensors) is not watched, so that nothing of the watching gets into the graph. "
+                "Run the model itself to see its attention, or trace it outside of what is watched.",
+                AttentionWarning,
+                stacklevel=2,
+            )
+
     def report_pooled(self, site: str) -> None:
         """Say that a site's statistics are of several attentions that it computes one after the other."""
         if (site, "pooled") not in self.reported:
