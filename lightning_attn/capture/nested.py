@@ -46,11 +46,14 @@ def padded(sequences: Sequence[Tensor]) -> Padded:
     """
     sequences_HND = [sequence[None] if sequence.dim() == 2 else sequence for sequence in sequences]
     if not sequences_HND or any(sequence.dim() != 3 for sequence in sequences_HND):
-        raise UnreadableError("its nested tensors are not (B, heads, tokens, width) or (B, tokens, width)")
+        raise UnreadableError(
+            "its nested tensors are not (B, heads, tokens, width) or (B, tokens, width); reshape or pad them on the steps "
+            "to be watched, or choose `sites` without it"
+        )
     if len({(heads, width) for heads, _, width in (sequence.shape for sequence in sequences_HND)}) > 1:
         raise UnreadableError(
             "its nested tensors differ from sequence to sequence in more than the number of tokens; pad them, with a "
-            "mask, on the steps to be watched"
+            "mask, on the steps to be watched, or choose `sites` without it"
         )
     lengths = tuple(sequence.shape[1] for sequence in sequences_HND)
     heads, _, width = sequences_HND[0].shape

@@ -46,8 +46,8 @@ class SiteFaults:
 
     def report_changed_weights(self, site: str, operation: str) -> None:
         """Say that what the values are multiplied with is not what the softmax gave."""
-        if (site, operation) not in self.reported:
-            self.reported.add((site, operation))
+        if (site, "changed") not in self.reported:
+            self.reported.add((site, "changed"))
             warnings.warn(
                 f"The attention at {site!r} changes its weights after the softmax (by {operation!r}: talking heads, "
                 "differential attention, a decay). The statistics are those of the softmax itself, without values; or "
