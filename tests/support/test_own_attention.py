@@ -597,7 +597,8 @@ OF_ITS_OWN = {
     "parameters as queries": (
         parameters_as_queries,
         NoAttention(
-            "parameters that no layer projects are those of routers too; the fused function, or a layer, is seen"
+            "queries that are parameters themselves are a router's; those that a layer projects are seen, and all that "
+            "enter the fused function. Keys and values made of parameters alone are a codebook"
         ),
     ),
 }
