@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.passes import PassesOfSites
 from lightning_attn.capture.refusals import UnreadableError
 from lightning_attn.statistics.measure import Sums
 
@@ -13,10 +14,9 @@ class Findings:
     def __init__(self) -> None:
         self._order: dict[str, None] = {}
         self._sums: dict[str, Sums] = {}
-        self._loops: dict[str, _LoopOverHeads] = {}
-        self._last: dict[str, int | None] = {}
-        #: The sites of which one forward pass made several calls that were no loop over heads.
-        self.pooled: set[str] = set()
+        #: What was found of the heads of loops that have not ended.
+        self._loops: dict[str, list[Sums]] = {}
+        self._passes = PassesOfSites()
 
     def meet(self, site: str) -> None:
         """Remember when a site ran, whatever comes of it."""
@@ -28,16 +28,12 @@ class Findings:
         Raises:
             UnreadableError: if the site has other heads now.
         """
-        loop = self._loops.get(call.site)
-        if loop is not None and loop.goes_on_with(call):
-            loop.heads.append(found)
+        if self._passes.is_next_head(call):
+            self._loops[call.site].append(found)
             return
-        last, self._last[call.site] = self._last.get(call.site), call.forward
-        if call.forward is not None and call.forward == last:
-            self.pooled.add(call.site)
         self.end_loop(call.site)
-        if call.heads == 1 and call.is_of_all_tokens:
-            self._loops[call.site] = _LoopOverHeads(call, [found])
+        if self._passes.begin(call):
+            self._loops[call.site] = [found]
         else:
             self._join(call.site, found)
 
@@ -47,9 +43,15 @@ class Findings:
         Raises:
             UnreadableError: if the site has other heads now.
         """
-        loop = self._loops.pop(site, None)
-        if loop is not None:
-            self._join(site, Sums.side_by_side(loop.heads))
+        self._passes.end_loop(site)
+        heads = self._loops.pop(site, None)
+        if heads is not None:
+            self._join(site, Sums.side_by_side(heads))
+
+    @property
+    def pooled(self) -> set[str]:
+        """The sites of which one forward pass made several calls that were no loop over heads."""
+        return self._passes.pooled
 
     @property
     def sites_in_loops(self) -> list[str]:
@@ -73,19 +75,3 @@ class Findings:
                 "without it"
             )
         self._sums[site] = found if known is None else known.joined(found)
-
-
-class _LoopOverHeads:
-    """Calls of one head each that one forward pass of a site makes one after the other: a loop over its heads."""
-
-    def __init__(self, call: AttentionCall, heads: list[Sums]) -> None:
-        self._shape = self._shape_of(call)
-        self.heads = heads
-
-    def goes_on_with(self, call: AttentionCall) -> bool:
-        """Whether a call is that of the next head."""
-        return self._shape_of(call) == self._shape
-
-    @staticmethod
-    def _shape_of(call: AttentionCall) -> tuple[int | None, ...]:
-        return call.forward, call.sequences, call.heads, call.queries, call.keys

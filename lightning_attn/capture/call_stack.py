@@ -40,6 +40,12 @@ def computing_modules() -> list[nn.Module]:
     return [module for module in modules if module is not None]
 
 
+def innermost_module() -> nn.Module | None:
+    """The innermost module whose method is running."""
+    modules = (module_of(frame) for frame in frames())
+    return next((module for module in modules if module is not None), None)
+
+
 def frames_of(module: nn.Module) -> list[FrameType]:
     """The frames in which methods of a module run, from the innermost outwards."""
     return [frame for frame in frames() if module_of(frame) is module]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import lies_within_tokens
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.call_stack import innermost_module
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
 from lightning_attn.capture.isolation import (
@@ -24,6 +25,7 @@ from lightning_attn.capture.isolation import (
     eager,
     in_backward,
     in_function_transform,
+    is_written_down,
     isolated,
     unnoticed_by_fast_paths,
 )
@@ -33,7 +35,7 @@ from lightning_attn.capture.refusals import HEADS_AS_QUERIES, UnreadableError, p
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.running import RunningForward, RunningForwards, attends_to_others, heads_in_batch
 from lightning_attn.capture.sites import SiteNames, SitePatterns
-from lightning_attn.capture.softmax import SoftmaxFollower, WrittenAttention
+from lightning_attn.capture.softmax import SOFTMAXES, SoftmaxFollower, WrittenAttention
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
 
@@ -145,6 +147,10 @@ class Capture:
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
         declared = self._readers.get(function)
+        if is_written_down(result):
+            if declared is not None or function in SOFTMAXES:
+                self._leave_to_tracing()
+            return
         if declared is None:
             if self._follower is not None:
                 self._following(self._follower.see, function, args, kwargs, result)
@@ -163,6 +169,8 @@ class Capture:
 
     def _hear(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Hear of one call into which nothing can see."""
+        if is_written_down(result):
+            return
         name = name_of_opaque(called)
         if self._follower is not None:
             self._following(self._follower.see_opaque, name, args, kwargs, result)
@@ -212,6 +220,15 @@ class Capture:
         """
         self._take(Sighting(self._names.computing(), read, lambda: device, is_told=True))
 
+    def _leave_to_tracing(self) -> None:
+        """Say that a site is not watched while a graph is made of what it computes, if it is the model's."""
+        innermost = innermost_module()
+        if innermost is None or not self._names.is_of_model(innermost):  # another model
+            return
+        module = self._names.site_of(self._names.computing())
+        if module is not None and self._sites.match(self._names[module]):
+            self._faults.report_tracing(self._names[module])
+
     @contextmanager
     def laid_out_as(self, query: Tensor) -> Iterator[None]:
         """Tell how the model laid out the queries of the calls that are made inside the block.
@@ -228,6 +245,9 @@ class Capture:
     def _take(self, sighting: Sighting) -> bool:
         """Read a call and hand it on, if it is of a site that is watched; whether it was."""
         if in_backward():  # activation checkpointing computes again what was seen in the forward pass
+            return False
+        if is_written_down():
+            self._leave_to_tracing()
             return False
         module = self._names.site_of(sighting.modules)
         if module is None:
@@ -297,6 +317,8 @@ class Capture:
 
     def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Look at a module that returns: whether it computed attention, and what entered and left it."""
+        if is_written_down(output):
+            return
         attended = self._attended.pop(module, None)
         if attended is None or self._receive_states is None or in_backward() or attended.site in self._faults.quiet:
             return

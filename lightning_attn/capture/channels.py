@@ -124,6 +124,12 @@ class ChannelTrail:
         is_single = len(axes) > 2 and any(self._is_single(tensor, axes[1:]) for tensor in tensors)
         return () if is_merged or is_single else None
 
+    def are_places(self, tensor: Tensor, axes: Sequence[int]) -> bool:
+        """Whether some axes of a tensor, counted from the last, are known to hold no channels and no heads."""
+        made = self._get(tensor)
+        known = None if made is None else made.settle()
+        return known is not None and all(len(known) >= -axis and known[axis] == PLACE for axis in axes)
+
     def _is_single(self, tensor: Tensor, axes: Sequence[int]) -> bool:
         made = self._get(tensor)
         return made is not None and made.settle() is not None and any(made.shape[axis] == 1 for axis in axes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_attn.capture.refusals import UnreadableError
+from lightning_attn.capture.refusals import NESTED_DIFFERENTLY, NESTED_OTHERWISE
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,13 @@ def padded(sequences: Sequence[Tensor]) -> Padded:
     """Pad sequences, each (H, N, D), or (N, D) for a single head.
 
     Raises:
-        UnreadableError: if they differ in more than the number of tokens.
+        UnreadableError: if they differ in more than the number of tokens, or have other axes.
     """
     sequences_HND = [sequence[None] if sequence.dim() == 2 else sequence for sequence in sequences]
     if not sequences_HND or any(sequence.dim() != 3 for sequence in sequences_HND):
-        raise UnreadableError("its nested tensors are not (B, heads, tokens, width) or (B, tokens, width)")
+        raise NESTED_OTHERWISE.error()
     if len({(heads, width) for heads, _, width in (sequence.shape for sequence in sequences_HND)}) > 1:
-        raise UnreadableError(
-            "its nested tensors differ from sequence to sequence in more than the number of tokens; pad them, with a "
-            "mask, on the steps to be watched"
-        )
+        raise NESTED_DIFFERENTLY.error()
     lengths = tuple(sequence.shape[1] for sequence in sequences_HND)
     heads, _, width = sequences_HND[0].shape
     tensor = sequences_HND[0].new_zeros(len(sequences_HND), heads, max(lengths), width)

@@ -72,7 +72,7 @@ def observe(
         >>> observer.snapshot()["(root)", "entropy"]
         [1.0, 1.0]
     """
-    if not _WATCHING:
+    if not _WATCHING or torch.compiler.is_dynamo_compiling():  # the graph would have the telling in it
         return
 
     def read(sampling: Sampling) -> AttentionCall:

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.description import seen_keys, source
+from lightning_attn.capture.passes import PassesOfSites
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.report import SiteFaults, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames, SitePatterns
@@ -98,10 +99,14 @@ def record(
     patterns = SitePatterns(sites)
     check_sequences(max_sequences=max_sequences)
     patterns.check(SiteNames(model))
-    recording, faults = Recording(), SiteFaults()
+    recording, faults, passes = Recording(), SiteFaults(), PassesOfSites()
 
     def keep(call: AttentionCall) -> None:
         recording.calls.append(call.map_tensors(torch.clone))  # a cache of keys may be overwritten later
+        if not passes.is_next_head(call):
+            passes.begin(call)
+        if call.site in passes.pooled:
+            faults.report_pooled(call.site)
 
     with Capture(model, keep, sites=patterns, max_sequences=max_sequences, with_values=True, faults=faults):
         yield recording

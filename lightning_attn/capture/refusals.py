@@ -100,6 +100,14 @@ LOST_WEIGHTS = Refusal(
 )
 OVERWRITTEN_LOGITS = Refusal("its logits are overwritten before its weights multiply the values")
 OVERWRITTEN_BY_SOFTMAX = Refusal("its logits are overwritten by their softmax")
+NESTED_OTHERWISE = Refusal(
+    "its nested tensors are not (B, heads, tokens, width) or (B, tokens, width)",
+    way_out="Padded tensors with a mask can be read, on the steps to be watched; or choose `sites` without it",
+)
+NESTED_DIFFERENTLY = Refusal(
+    "its nested tensors differ from sequence to sequence in more than the number of tokens",
+    way_out="Padded tensors with a mask can be read, on the steps to be watched; or choose `sites` without it",
+)
 NESTED = Refusal(
     "it is written out with nested tensors; `scaled_dot_product_attention` can be read with them, and so can padded "
     "tensors with a mask"

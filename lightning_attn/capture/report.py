@@ -46,12 +46,24 @@ class SiteFaults:
 
     def report_changed_weights(self, site: str, operation: str) -> None:
         """Say that what the values are multiplied with is not what the softmax gave."""
-        if (site, operation) not in self.reported:
-            self.reported.add((site, operation))
+        if (site, "changed") not in self.reported:
+            self.reported.add((site, "changed"))
             warnings.warn(
                 f"The attention at {site!r} changes its weights after the softmax (by {operation!r}: talking heads, "
                 "differential attention, a decay). The statistics are those of the softmax itself, without values; or "
                 "choose `sites` without it.",
+                AttentionWarning,
+                stacklevel=2,
+            )
+
+    def report_tracing(self, site: str) -> None:
+        """Say that a site is not watched while a graph is made of what it computes."""
+        if (site, "tracing") not in self.reported:
+            self.reported.add((site, "tracing"))
+            warnings.warn(
+                f"What {site!r} computes while a graph is made of it (by `torch.jit.trace`, `torch.export`, `make_fx`, "
+                "`torch.fx` or with fake tensors) is not watched, so that nothing of the watching gets into the graph. "
+                "Run the model itself to see its attention, or trace it outside of what is watched.",
                 AttentionWarning,
                 stacklevel=2,
             )

@@ -35,6 +35,10 @@ class SiteNames:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())
 
+    def is_of_model(self, module: nn.Module) -> bool:
+        """Whether a module is one of the model's."""
+        return module in self._names
+
     def computing(self) -> tuple[nn.Module, ...]:
         """The modules of the model that are computing for the caller, from the innermost outwards."""
         return tuple(dict.fromkeys(module for module in computing_modules() if module in self._names))

@@ -261,6 +261,18 @@ def test_calls_of_one_pass_are_heads_or_are_pooled_which_is_said(
     assert all("'(root)' computes attention several times in one forward pass" in message for message in said)
 
 
+@pytest.mark.parametrize(("attend", "is_pooled"), [(loop_over_heads, False), (blocks_of_queries, True)])
+def test_a_recording_says_too_that_calls_are_pooled(attend: Attend, is_pooled: bool) -> None:
+    model, tokens = Site(attend), torch.randn(SEQUENCES, TOKENS, CHANNELS)
+    with warnings.catch_warnings(record=True) as said, record(model):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(tokens, tokens)
+    messages = [str(warning.message) for warning in said]
+    assert len(messages) == is_pooled
+    assert all("'(root)' computes attention several times in one forward pass" in message for message in messages)
+
+
 def test_pooled_statistics_are_those_of_all_calls() -> None:
     model, tokens = Site(blocks_of_queries), torch.randn(SEQUENCES, TOKENS, CHANNELS)
     whole = Site(a_query_of_one_head)

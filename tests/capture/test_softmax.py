@@ -415,8 +415,9 @@ CHANGED: dict[Attend, int] = {
 @pytest.mark.parametrize("attend", CHANGED, ids=lambda attend: attend.__name__)
 def test_weights_that_are_changed_after_the_softmax_come_in_without_values_and_it_is_said(attend: Attend) -> None:
     model, source = Model(attend), tokens()
-    with pytest.warns(AttentionWarning, match=r"'attention'.*after the softmax"), record(model) as recording:
+    with pytest.warns(AttentionWarning, match=r"'attention'.*after the softmax") as said, record(model) as recording:
         model(source)
+    assert sum("after the softmax" in str(warning.message) for warning in said) == 1
     for call in recording.calls:
         assert call.value is None
         assert call.heads == CHANGED[attend]

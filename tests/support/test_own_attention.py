@@ -597,7 +597,8 @@ OF_ITS_OWN = {
     "parameters as queries": (
         parameters_as_queries,
         NoAttention(
-            "parameters that no layer projects are those of routers too; the fused function, or a layer, is seen"
+            "queries that are parameters themselves are a router's; those that a layer projects are seen, and all that "
+            "enter the fused function. Keys and values made of parameters alone are a codebook"
         ),
     ),
 }
@@ -707,6 +708,53 @@ PLAIN |= {
 }
 
 
+# Pixels, whose rows and columns stay in axes of their own
+
+
+class AttentionBlock(nn.Module):
+    """As in DDPM: keys are put into one axis for the softmax alone."""
+
+    def __init__(self, merge: Callable[[Tensor], Tensor], divide: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.output = nn.GroupNorm(2, CHANNELS), nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.query, self.key, self.value = (nn.Conv2d(CHANNELS, CHANNELS, 1) for _ in range(3))
+        self.query.weight.data.mul_(3)
+        self.merge, self.divide, self.dropout = merge, divide, nn.Dropout(0.2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        normed = self.norm(image)
+        scores = torch.einsum("bchw,bcHW->bhwHW", self.query(normed), self.key(normed)) * CHANNELS**-0.5
+        weights = self.divide(self.merge(scores).softmax(-1), image)
+        mixed = torch.einsum("bhwHW,bcHW->bchw", weights, self.value(normed))
+        return image + self.dropout(self.output(mixed))
+
+
+def of_image(rows: int, columns: int) -> Callable[[nn.Module], Arguments]:
+    return lambda model: {"image": torch.randn(B, CHANNELS, rows, columns)}
+
+
+def truth_of_pixels(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
+    query, key = (tape.gave(name).flatten(2).mT[:, None] for name in ("query", "key"))
+    output = tape.given("output").flatten(2).mT
+    return [Attention("(root)", products(query, key), torch.ones((), dtype=torch.bool), output)]
+
+
+PIXELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Arguments]]] = {
+    f"{rows} x {columns} pixels, {name}": (lambda ways=ways: AttentionBlock(*ways), of_image(rows, columns))
+    for rows, columns in ((3, 4), (3, 3))
+    for name, ways in {
+        "reshaped": (
+            lambda scores: scores.reshape(*scores.shape[:3], -1),
+            lambda weights, image: weights.reshape(*weights.shape[:3], *image.shape[2:]),
+        ),
+        "flattened": (
+            lambda scores: scores.flatten(3),
+            lambda weights, image: weights.unflatten(3, image.shape[2:]),
+        ),
+    }.items()
+}
+
+
 def cell(
     case: str,
     make: Callable[[], nn.Module],
@@ -751,6 +799,21 @@ CELLS = [
         for mode in MODES
     ),
     *(cell(name, *parts, mode) for name, parts in PLAIN.items() for mode in MODES),
+    *(
+        Cell(
+            FAMILY,
+            "DDPM, keys of an image in two axes",
+            name,
+            mode,
+            make,
+            arguments,
+            truth_of_pixels,
+            ("(root)",),
+            training=mode == "train",
+        )
+        for name, (make, arguments) in PIXELS.items()
+        for mode in MODES
+    ),
     *(
         cell(name, block(attend), arguments, of, mode, POOLED)
         for name, (attend, arguments, of) in SEVERAL.items()

@@ -9,6 +9,7 @@ holds (`module_tree.py`).
 - `modes`: function and dispatch modes, those of others and our own;
 - `hooks`: the one hook of the process;
 - `compilation`: what `torch.compile` makes of modules;
+- `tracing`: whether a graph is made of what runs;
 - `internals`: what torch tells under no public name.
 """
 
@@ -31,6 +32,7 @@ from lightning_attn.capture.isolation.modes import (
     without_function_modes,
 )
 from lightning_attn.capture.isolation.regions import device_of, isolated, unheard
+from lightning_attn.capture.isolation.tracing import is_written_down
 
 __all__ = [
     "FUSED_ATTENTION",
@@ -46,6 +48,7 @@ __all__ = [
     "function_modes_hear",
     "in_backward",
     "in_function_transform",
+    "is_written_down",
     "isolated",
     "unheard",
     "unnoticed_by_fast_paths",

@@ -38,8 +38,9 @@ def _without_dispatch_modes() -> AbstractContextManager[object]:
         from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     except ImportError:
         return nullcontext()
-    if not _get_current_dispatch_mode_stack():  # to disable none takes a tenth of a millisecond
-        return nullcontext()
+    before_dispatch = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", None)
+    if not _get_current_dispatch_mode_stack() and not (before_dispatch and before_dispatch()):
+        return nullcontext()  # to disable none takes a tenth of a millisecond
     return cast(AbstractContextManager[object], _disable_current_modes())
 
 

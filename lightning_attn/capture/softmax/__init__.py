@@ -27,6 +27,7 @@ are held, and no longer.
 """
 
 from lightning_attn.capture.softmax.follower import SoftmaxFollower
+from lightning_attn.capture.softmax.normalisation import SOFTMAXES
 from lightning_attn.capture.softmax.written import WrittenAttention
 
-__all__ = ["SoftmaxFollower", "WrittenAttention"]
+__all__ = ["SOFTMAXES", "SoftmaxFollower", "WrittenAttention"]

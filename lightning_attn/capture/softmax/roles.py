@@ -36,7 +36,7 @@ def softmax_along(walk: Walk, logits: Tensor, history: Logits, axis: int) -> Sof
     - The axis of the softmax holds the keys. It has to be one of the two that are compared, and data have to have gone
       into it: what compares itself with keys that are the same for all data is a router, or a codebook. (Where no data
       went into the queries either, as with learned queries that compare themselves with each other, it is attention.)
-    - The queries are along another axis, of the other operand: see `_query_axis`.
+    - The queries are along another axis, of the other operand: see `_query_axes`.
     - Of the axes that both operands share, heads are those that are parts of the channels; the others are sequences.
     - Where an axis cannot be what it is taken for (`Contraction.doubts`), the softmax is refused.
 
@@ -49,8 +49,8 @@ def softmax_along(walk: Walk, logits: Tensor, history: Logits, axis: int) -> Sof
     if side == SHARED or (side in history.without_data and len(history.without_data) == 1):
         return None
     beside_keys = [i for i, meaning in enumerate(history.axes) if meaning not in (SHARED, side)]
-    queries, refusal = _query_axis(walk, logits, axis, beside_keys)
-    axes = tuple(KEY if i == axis else QUERY if i == queries else SHARED for i in range(logits.dim()))
+    queries, refusal = _query_axes(walk, logits, axis, beside_keys)
+    axes = tuple(KEY if i == axis else QUERY if i in queries else SHARED for i in range(logits.dim()))
     heads = _heads(walk, logits, axes)
     if len(beside_keys) == 1:
         refusal = refusal or _doubt(history, side, axes, heads, logits.shape[beside_keys[0]] == logits.shape[axis])
@@ -63,13 +63,14 @@ def softmax_along(walk: Walk, logits: Tensor, history: Logits, axis: int) -> Sof
     return Softmax(logits.detach(), axes, history, modules, written_to(logits), heads=heads, refusal=refusal)
 
 
-def _query_axis(walk: Walk, logits: Tensor, keys: int, beside_keys: list[int]) -> tuple[int | None, Refusal | None]:
-    """The axis of the queries, and why it cannot be told, where that is so.
+def _query_axes(walk: Walk, logits: Tensor, keys: int, beside_keys: list[int]) -> tuple[list[int], Refusal | None]:
+    """The axis of the queries, and why it cannot be told, where that is so. Pixels have two.
 
     It is not always the only one beside the keys. Where keys are the same for several heads, the axis of the heads is
     the queries' alone too, beside the one of the tokens. And where queries are the same for all sequences, as learned
     ones, the axis of the sequences is the keys' alone. So, in this order: the axis that is as long as the keys; the
-    only one there is; the only one that is as long as something that the modules were given.
+    only one there is; the only one that is as long as something that the modules were given; all of them, where layers
+    tell that they are places, as the rows and columns of an image are, and the sequences are in an axis of their own.
 
     Args:
         walk: the forward pass.
@@ -78,15 +79,20 @@ def _query_axis(walk: Walk, logits: Tensor, keys: int, beside_keys: list[int]) -
         beside_keys: the axes that the keys' operand did not have.
     """
     if not beside_keys:
-        return None, KEYS_OF_QUERIES if logits.dim() > 2 else None
+        return [], KEYS_OF_QUERIES if logits.dim() > 2 else None
     alike = [i for i in beside_keys if logits.shape[i] == logits.shape[keys]]
     if len(alike) > 1:
-        return beside_keys[-1], AS_MANY_HEADS_AS_TOKENS
+        return beside_keys[-1:], AS_MANY_HEADS_AS_TOKENS
     if alike or len(beside_keys) == 1:
-        return (alike or beside_keys)[0], None
+        return (alike or beside_keys)[:1], None
     given = {size for shape in walk.given() for size in shape[:2]}
     tokens = [i for i in beside_keys if logits.shape[i] in given]
-    return (tokens[0], None) if len(tokens) == 1 else (beside_keys[-1], SEVERAL_AXES)
+    if len(tokens) == 1:
+        return tokens, None
+    has_sequences = len(beside_keys) < logits.dim() - 1
+    if has_sequences and walk.channels.are_places(logits, [i - logits.dim() for i in beside_keys]):
+        return beside_keys, None
+    return beside_keys[-1:], SEVERAL_AXES
 
 
 def _heads(walk: Walk, logits: Tensor, axes: Axes) -> tuple[int, ...] | None:

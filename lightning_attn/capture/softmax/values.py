@@ -22,38 +22,49 @@ def multiply(walk: Walk, product: Contraction, left: Factor, right: Factor) -> b
     of_weights, of_values = (left, right) if isinstance(left.followed, Weights) else (right, left)
     weights, values = of_weights.followed, of_values.followed
     assert isinstance(weights, Weights)
-    key = of_weights.labels[weights.axes.index(KEY)]
+    keys = [label for label, axis in zip(of_weights.labels, weights.axes, strict=True) if axis == KEY]
     # Learned queries compare themselves with each other before they have read any data, as in DETR.
     has_data = any(len(softmax.history.without_data) < 2 for softmax in weights.softmaxes)
     if isinstance(values, Constant) and (has_data or not values.is_computed):
-        return key in product.summed  # a distribution over numbers; otherwise heads are mixed
+        return not product.summed.isdisjoint(keys)  # a distribution over numbers; otherwise heads are mixed
     queries = {label for label, axis in zip(of_weights.labels, weights.axes, strict=True) if axis == QUERY}
     is_product = isinstance(values, Logits) and queries.isdisjoint(of_values.labels)
     if not (values is None or isinstance(values, Constant) or is_product):
         return True  # the logarithms of a loss, other weights
-    if key in product.summed:
-        if product.summed.intersection(of_weights.labels) != {key}:
+    if not product.summed.isdisjoint(keys):
+        if product.summed.intersection(of_weights.labels) != set(keys):
             for softmax in weights.softmaxes:
                 softmax.refuse(SUMS_OVER_MORE_THAN_KEYS)
         has_values_of_queries = bool(queries.intersection(of_values.labels))
         shared = [label for label, axis in zip(of_weights.labels, weights.axes, strict=True) if axis == SHARED]
-        value = None if has_values_of_queries else _value(of_values, shared, key)
-        tell(walk, weights, of_weights.tensor, value)
+        value = None if has_values_of_queries else _value(of_values, shared, keys)
+        tell(walk, *_with_one_key_axis(weights, of_weights.tensor), value)
     return True
 
 
-def _value(factor: Factor, shared: list[str], key: str) -> Tensor:
+def _with_one_key_axis(weights: Weights, tensor: Tensor) -> tuple[Weights, Tensor]:
+    """Weights whose keys are in one axis, also where they were divided into several, as into rows and columns."""
+    if weights.axes.count(KEY) == 1:
+        return weights, tensor
+    others = [i for i, axis in enumerate(weights.axes) if axis != KEY]
+    keys = [i for i, axis in enumerate(weights.axes) if axis == KEY]
+    axes = (*(weights.axes[i] for i in others), KEY)
+    return replace(weights, axes=axes), tensor.detach().permute(*others, *keys).flatten(len(others))
+
+
+def _value(factor: Factor, shared: list[str], keys: list[str]) -> Tensor:
     """The values of a product as (shared axes, M, E).
 
     Args:
         factor: the operand that holds them.
         shared: the labels of the axes that queries and keys share.
-        key: the label of the axis of the keys.
+        keys: the labels of the axes of the keys, in their order.
     """
     there = [factor.labels.index(label) for label in shared if label in factor.labels]
-    at_key = factor.labels.index(key)
-    rest = [axis for axis in range(factor.tensor.dim()) if axis not in (*there, at_key)]
-    value = factor.tensor.detach().permute(*there, at_key, *rest).flatten(len(there) + 1)
+    at_keys = [factor.labels.index(key) for key in keys if key in factor.labels]
+    rest = [axis for axis in range(factor.tensor.dim()) if axis not in (*there, *at_keys)]
+    value = factor.tensor.detach().permute(*there, *at_keys, *rest)
+    value = value.flatten(len(there), len(there) + len(at_keys) - 1).flatten(len(there) + 1)
     value = value if rest else value[..., None]
     for place, label in enumerate(shared):
         value = value if label in factor.labels else value.unsqueeze(place)

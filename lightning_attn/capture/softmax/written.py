@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ class WrittenAttention:
     @property
     def _queries(self) -> int:
         """How many queries a sequence has."""
-        axes = self.softmax.axes
-        return self.softmax.logits.shape[axes.index(QUERY)] if QUERY in axes else 1
+        sizes = zip(self.softmax.logits.shape, self.softmax.axes, strict=True)
+        return prod(size for size, axis in sizes if axis == QUERY)
 
     @property
     def _heads(self) -> Collection[int]:
@@ -162,7 +163,7 @@ class WrittenAttention:
         heads = 1
         if self.softmax.axes.count(SHARED) == 1 and not self.is_grouped and self.softmax.heads is None:
             sizes = dict(zip(self.softmax.axes, self.softmax.logits.shape, strict=True))
-            heads = sampling.heads_in_batch(sizes[SHARED], sizes.get(QUERY, 1), sizes[KEY])
+            heads = sampling.heads_in_batch(sizes[SHARED], self._queries, sizes[KEY])
         rows = None if sampling.max_sequences is None else sampling.max_sequences * heads
         arranged_S1NM = arranged(tensor, axes, self._heads, rows)
         return arranged_S1NM if heads == 1 else arranged_S1NM.unflatten(0, (-1, heads)).flatten(1, 2)
