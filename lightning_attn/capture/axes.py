@@ -95,7 +95,16 @@ def lies_within_tokens(tensor: Tensor, rows: int, width: int) -> bool:
 def _is_put_together(tensor: Tensor) -> bool:
     """Whether windows of tokens were made by copying, rather than by looking differently at what a layer gave."""
     whole = viewed(tensor)
-    return whole is None or whole.dim() >= tensor.dim()
+    return whole is None or whole.dim() >= tensor.dim() or overlaps_itself(tensor)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether windows of a view share elements, as those of `unfold` with a step that is less than their size.
+
+    What is expanded has no windows.
+    """
+    places = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride > 0]
+    return prod(size for size, _ in places) > 1 + sum((size - 1) * stride for size, stride in places)
 
 
 def steps_over_tokens(tensor: Tensor, axis: int, width: int) -> bool:

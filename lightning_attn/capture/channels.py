@@ -14,19 +14,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_attn.capture.axes import MIXED, Axes, Contraction, meaning_of_stride
+from lightning_attn.capture.axes import MIXED, Axes, Contraction, meaning_of_stride, overlaps_itself
+from lightning_attn.capture.composition import (
+    CHANNEL,
+    PLACE,
+    REPEATED,
+    Composition,
+    Cut,
+    Division,
+    Part,
+    compositions_of_view,
+    cuts_of_view,
+    division_of,
+    heads_first_known,
+    in_order,
+    joined,
+    meaning_of,
+    single,
+    size_of,
+)
 from lightning_attn.capture.isolation import without_function_modes
-
-CHANNEL = "channel"
-#: What is not known to be channels: tokens, places in an image, sequences.
-PLACE = "place"
 
 #: Layers by the axis, counted from the last, in which they write channels.
 _LAYERS: dict[Callable[..., Any], int] = {
@@ -42,11 +55,17 @@ _LAYERS: dict[Callable[..., Any], int] = {
     torch.conv_transpose2d: 3,
     torch.conv_transpose3d: 4,
 }
+#: Layers of which the first operand is what they are added to.
+_ADDED_TO = {torch.addmm, Tensor.addmm}
 #: These put elements that stay in their order into another shape, and copy them where they must.
 _RESHAPE = {
     *(torch.reshape, Tensor.reshape, Tensor.reshape_as, torch.flatten, Tensor.flatten),
     *(torch.unflatten, Tensor.unflatten, Tensor.view, Tensor.view_as),
 }
+#: These put tensors beside each other along an axis that is there, or along a new one.
+_JOINS = {torch.cat, torch.concat, torch.concatenate, torch.stack}
+#: These take windows of places that may overlap.
+_UNFOLD = {functional.unfold, Tensor.unfold}
 #: After so many operations what follows from them is worked out, so that no more than these are kept.
 _LONGEST_WAY = 32
 
@@ -60,7 +79,14 @@ class ChannelTrail:
     def __len__(self) -> int:
         return len(self._known)
 
-    def follow(self, function: Callable[..., Any], operands: list[Tensor], result: object) -> None:
+    def follow(
+        self,
+        function: Callable[..., Any],
+        operands: list[Tensor],
+        result: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
         """Note what a torch function made: channels, if it is a layer, or something of what has some."""
         layer = _LAYERS.get(function)
         sources: list[_Made] = []
@@ -71,17 +97,32 @@ class ChannelTrail:
                     sources.append(known[1])
             if not sources:
                 return
+        origin = (
+            None
+            if layer is None or len(operands) < 2
+            else _Origin.of(*(operands[-2:] if function in _ADDED_TO else operands[:2]))
+        )
         with without_function_modes():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_nested:
-                    self._set(tensor, _Made(sources, function) if layer is None else _OfLayer(layer))
+                    if layer is not None:
+                        made: _Made = _OfLayer(layer, origin)
+                    elif function in _JOINS and len(sources) == len(operands):
+                        axis = args[1] if len(args) > 1 else (kwargs or {}).get("dim", (kwargs or {}).get("axis", 0))
+                        made = _OfSeveral(sources, function, axis)
+                    else:
+                        made = _Made(sources, function)
+                    self._set(tensor, made)
 
     def follow_product(self, product: Contraction, result: Tensor, constant: Tensor | None) -> None:
         """Note what a product made: of two activations, or of one and a constant, which is then a layer."""
         operands = (product.left, product.right)
         sources = [None if operand is constant else self._get(operand) for operand in operands]
         with without_function_modes():
-            self._set(result, _OfProduct(product, sources, [operand is constant for operand in operands]))
+            are_constant = [operand is constant for operand in operands]
+            data = product.left if constant is product.right else product.right
+            origin = None if constant is None else _Origin.of(data, constant)
+            self._set(result, _OfProduct(product, sources, are_constant, origin))
 
     def sums_over_tokens(self, product: Contraction) -> bool:
         """Whether a product of queries and keys is known to sum over tokens and to compare channels."""
@@ -101,28 +142,45 @@ class ChannelTrail:
         """Whether queries and keys (…, N, D) of a fused kernel are known to be channels, and not tokens."""
         return all(self._compares_channels(operand, [-1], [-2]) for operand in (query, key))
 
-    def heads_among(self, tensors: Sequence[Tensor], axes: Sequence[int]) -> tuple[int, ...] | None:
-        """Which of some axes are heads.
+    def overlap(self, tensor: Tensor) -> bool:
+        """Whether a tensor is known to hold windows of tokens that overlap."""
+        made = self._get(tensor)
+        if made is None:
+            return overlaps_itself(tensor)
+        made.settle()
+        return made.overlaps
+
+    def heads_among_rows(self, tensor: Tensor, axis: int) -> bool:
+        """Whether an axis is known to hold tokens and heads, which were put into one axis."""
+        composition = self._composition([tensor], axis)
+        return composition is not None and {part.meaning for part in composition} == {CHANNEL, PLACE}
+
+    def heads_among(self, tensors: Sequence[Tensor], axes: Sequence[int]) -> Division | None:
+        """Where heads are among some axes.
 
         Args:
             tensors: queries and keys, or their product; they share the axes.
             axes: the axes that may be sequences or heads, counted from the last, in their order.
 
         Returns:
-            The heads among the axes; ``None`` where that is not known, so that the last is as good a guess as any.
+            The axes divided into sequences and heads; ``None`` where that is not known, so that the last axis is as
+            good a guess as any, or what the module was called with.
         """
+        meanings: list[str] = []
+        compositions = [self._composition(tensors, axis) for axis in axes]
+        for axis, composition in zip(axes, compositions, strict=True):
+            of_tensors = {self._meaning(tensor, axis) for tensor in tensors}
+            told = CHANNEL if CHANNEL in of_tensors else MIXED if MIXED in of_tensors else PLACE
+            meanings.append(told if composition is None else meaning_of(composition))
+        division = division_of(tuple(meanings), compositions)
+        if division.heads:
+            return division
         if len(axes) < 2:
             return None
-        found: list[str] = []
-        for axis in axes:
-            meanings = {self._meaning(tensor, axis) for tensor in tensors}
-            found.append(CHANNEL if CHANNEL in meanings else MIXED if MIXED in meanings else PLACE)
-        if CHANNEL in found:
-            return tuple(axis for axis, meaning in zip(axes, found, strict=True) if meaning == CHANNEL)
         # Heads may be in one axis with the sequences, so that what comes after it holds none; or there is a single one.
-        is_merged = found[-1] == PLACE and MIXED in found
+        is_merged = meanings[-1] == PLACE and MIXED in meanings
         is_single = len(axes) > 2 and any(self._is_single(tensor, axes[1:]) for tensor in tensors)
-        return () if is_merged or is_single else None
+        return division if is_merged or is_single else None
 
     def are_places(self, tensor: Tensor, axes: Sequence[int]) -> bool:
         """Whether some axes of a tensor, counted from the last, are known to hold no channels and no heads."""
@@ -136,13 +194,23 @@ class ChannelTrail:
 
     def _meaning(self, tensor: Tensor, axis: int) -> str:
         made = self._get(tensor)
-        axes = None if made is None else made.settle()
-        return PLACE if axes is None or len(axes) < -axis else axes[axis]
+        known = None if made is None else made.settle()
+        return PLACE if known is None or len(known.axes) < -axis else known.axes[axis]
+
+    def _composition(self, tensors: Sequence[Tensor], axis: int) -> Composition | None:
+        composition: Composition | None = None
+        for tensor in tensors:
+            made = self._get(tensor)
+            known = None if made is None else made.settle()
+            if known is not None and len(known.axes) >= -axis:
+                composition = heads_first_known(composition, known.compositions[axis])
+        return None if composition and any(part.meaning == REPEATED for part in composition) else composition
 
     def _compares_channels(self, operand: Tensor, summed: Sequence[int], compared: Sequence[int]) -> bool:
         made = self._get(operand)
-        axes = None if made is None else made.settle()
-        if axes is None or any(axes[axis] in (CHANNEL, MIXED) for axis in summed):
+        known = None if made is None else made.settle()
+        axes = () if known is None else known.axes
+        if known is None or any(axes[axis] in (CHANNEL, MIXED) for axis in summed):
             return False
         return any(axes[axis] == CHANNEL for axis in compared)
 
@@ -152,7 +220,7 @@ class ChannelTrail:
 
     def _set(self, tensor: Tensor, made: _Made) -> None:
         try:
-            made.shape, made.strides = tensor.shape, tensor.stride()
+            made.shape, made.strides, made.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             made.storage = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):  # sparse tensors and those of a `torch.func` transform
             return
@@ -168,16 +236,73 @@ class ChannelTrail:
         self._known[key] = (weakref.ref(tensor, forget), made)
 
 
+class _Origin(NamedTuple):
+    """The layer that made channels, by what it was given and its weight; two are the same where both are."""
+
+    data: weakref.ref[Tensor]
+    weight: weakref.ref[Tensor]
+
+    @classmethod
+    def of(cls, data: Tensor, weight: Tensor) -> _Origin:
+        return cls(weakref.ref(data), weakref.ref(weight))
+
+
+class _Known(NamedTuple):
+    """What is known of the axes of a tensor.
+
+    Args:
+        axes: what each of them means.
+        compositions: what each of them is composed of; ``None`` where that cannot be told.
+        origin: the layer that made the channels, where it is a single one.
+        cuts: which part it is of what the layer gave.
+    """
+
+    axes: Axes
+    compositions: tuple[Composition | None, ...]
+    origin: _Origin | None = None
+    cuts: tuple[Cut, ...] = ()
+
+    @classmethod
+    def of_shape(cls, shape: Sequence[int], axes: Axes, origin: _Origin | None = None) -> _Known:
+        """Axes that are all of one kind each."""
+        return cls(axes, tuple(map(_of_one_kind, axes, shape)), origin)
+
+    def with_sizes(self, shape: Sequence[int]) -> _Known:
+        """The same axes after something that may have changed their sizes, and what cannot be told of those then."""
+        compositions = [
+            composition if composition is None or size_of(composition) == size else _of_one_kind(axis, size)
+            for axis, composition, size in zip(self.axes, self.compositions, shape, strict=True)
+        ]
+        return self._replace(compositions=tuple(compositions))
+
+    def differs(self, other: _Known) -> str | None:
+        """Whether the other one holds other channels, or other places; ``None`` where that cannot be told."""
+        mine, theirs = self.origin, other.origin
+        if mine is None or theirs is None:
+            return None
+        cuts = {meaning for meaning, _, _ in set(self.cuts) ^ set(other.cuts)}
+        is_same_data, is_same_weight = mine.data is theirs.data, mine.weight is theirs.weight
+        if is_same_data and is_same_weight:
+            return cuts.pop() if cuts in ({CHANNEL}, {PLACE}) else None
+        if is_same_data and not cuts:
+            return CHANNEL
+        return PLACE if is_same_weight and not cuts else None
+
+
 class _Made:
     """How a tensor was made of others, and what its axes mean once that was worked out.
 
     Slots rather than a dataclass: one of these is made for almost every torch function of a watched forward pass.
     """
 
-    __slots__ = ("_axes", "_function", "_is_settled", "_sources", "shape", "storage", "strides", "way")
+    __slots__ = (
+        *("_function", "_is_settled", "_known", "_sources"),
+        *("offset", "overlaps", "shape", "storage", "strides", "way"),
+    )
 
     shape: torch.Size
     strides: tuple[int, ...]
+    offset: int
     storage: int
     way: int
 
@@ -185,89 +310,192 @@ class _Made:
         self._sources = sources
         self._function = function
         self._is_settled = False
-        self._axes: Axes | None = None
+        self._known: _Known | None = None
+        #: Whether it holds windows of places that overlap, once that was worked out.
+        self.overlaps = False
         #: How many operations it would take to work out what the axes mean.
         self.way = 1
         for source in sources:
             if source is not None and source.way >= self.way:
                 self.way = source.way + 1
 
-    def settle(self) -> Axes | None:
+    def settle(self) -> _Known | None:
         """Work out what the axes mean; ``None`` where that cannot be told."""
         if not self._is_settled:
-            self._axes = self._work_out()
+            self._known = self._work_out()
+            self.overlaps = self._hold_overlapping_windows()
             self.way, self._sources, self._is_settled = 0, (), True
-        return self._axes
+        return self._known
 
-    def _work_out(self) -> Axes | None:
-        found = (self._axes_from(source) for source in self._sources if source is not None)
-        return next((axes for axes in found if axes is not None), None)
+    def _hold_overlapping_windows(self) -> bool:
+        for source in self._sources:
+            if source is not None:
+                source.settle()
+                if source.overlaps or (self._function in _UNFOLD and self.shape.numel() > source.shape.numel() > 0):
+                    return True
+        return False
 
-    def _axes_from(self, source: _Made) -> Axes | None:
-        axes = source.settle()
-        if axes is None:
+    def _work_out(self) -> _Known | None:
+        found = (self._known_from(source) for source in self._sources if source is not None)
+        return next((known for known in found if known is not None), None)
+
+    def _known_from(self, source: _Made) -> _Known | None:
+        known = source.settle()
+        if known is None:
             return None
         if self.storage == source.storage:
-            return _axes_by_strides(self.shape, self.strides, source.shape, source.strides, axes)
+            return self._known_by_strides(source, known, self.strides, source.strides, self.offset - source.offset)
         if self.shape == source.shape:
-            return axes
+            return known
         if self._function in _RESHAPE:
-            return _axes_by_strides(self.shape, _in_order(self.shape), source.shape, _in_order(source.shape), axes)
-        added = len(self.shape) - len(axes)
+            return self._known_by_strides(source, known, in_order(self.shape), in_order(source.shape), 0)
+        added = len(self.shape) - len(known.axes)
         if added == 0:  # padded, pooled, put beside something
-            return axes
+            return known.with_sizes(self.shape)
         if added < 0 or self._function is torch.stack:
             return None
-        is_trailing = all(old in (1, new) for new, old in zip(self.shape[added:], source.shape, strict=True))
-        return (*(PLACE,) * added, *axes) if is_trailing else None
+        if not all(old in (1, new) for new, old in zip(self.shape[added:], source.shape, strict=True)):
+            return None
+        before = _Known.of_shape(self.shape[:added], (PLACE,) * added)
+        behind = known.with_sizes(self.shape[added:])
+        return _Known(before.axes + behind.axes, before.compositions + behind.compositions)
+
+    def _known_by_strides(
+        self, source: _Made, known: _Known, strides: Sequence[int], of_strides: Sequence[int], displacement: int
+    ) -> _Known:
+        if self.shape == source.shape and strides == of_strides and not displacement:
+            return known
+        axes = _axes_by_strides(self.shape, strides, source.shape, of_strides, known.axes)
+        compositions = compositions_of_view(self.shape, strides, source.shape, of_strides, known.compositions)
+        axes = tuple(
+            axis if composition is None else meaning_of(composition)
+            for axis, composition in zip(axes, compositions, strict=True)
+        )
+        cuts = cuts_of_view(displacement, source.shape, of_strides, known.compositions)
+        return _Known(axes, tuple(compositions), known.origin, known.cuts + cuts)
 
 
 class _OfLayer(_Made):
     """Made by a layer, which writes channels in some axis, counted from the last."""
 
-    __slots__ = ("_channels_from_last",)
+    __slots__ = ("_channels_from_last", "_origin")
 
-    def __init__(self, channels_from_last: int) -> None:
+    def __init__(self, channels_from_last: int, origin: _Origin | None) -> None:
         super().__init__(())
         self._channels_from_last = channels_from_last
+        self._origin = origin
 
-    def _work_out(self) -> Axes | None:
+    def _work_out(self) -> _Known | None:
         before = len(self.shape) - self._channels_from_last
-        return (*(PLACE,) * before, CHANNEL, *(PLACE,) * (self._channels_from_last - 1)) if before >= 0 else None
+        if before < 0:
+            return None
+        axes = (*(PLACE,) * before, CHANNEL, *(PLACE,) * (self._channels_from_last - 1))
+        return _Known.of_shape(self.shape, axes, self._origin)
+
+
+class _OfSeveral(_Made):
+    """Several tensors beside each other, along an axis that they had or along a new one."""
+
+    __slots__ = ("_axis",)
+
+    def __init__(self, sources: Sequence[_Made], function: Callable[..., Any], axis: object) -> None:
+        super().__init__(sources, function)
+        self._axis = axis
+
+    def _work_out(self) -> _Known | None:
+        known = [source.settle() for source in self._sources if source is not None]
+        first = known[0]
+        shapes = {source.shape for source in self._sources if source is not None}
+        if first is None or len(shapes) > 1 or not isinstance(self._axis, int):
+            return super()._work_out()
+        told = {None if other is None else first.differs(other) for other in known[1:]}
+        difference = told.pop() if len(told) == 1 else None
+        axis, number = self._axis % len(self.shape), len(known)
+        if self._function is torch.stack:
+            if difference is None:
+                return None
+            new = _Known.of_shape((number,), (difference,))
+            return _Known(
+                first.axes[:axis] + new.axes + first.axes[axis:],
+                first.compositions[:axis] + new.compositions + first.compositions[axis:],
+            )
+        old = first.compositions[axis]
+        if old is None or difference is None:
+            whole = _of_one_kind(first.axes[axis], self.shape[axis])
+        else:
+            whole = joined((Part(difference, number), *old))
+        meaning = first.axes[axis] if whole is None else meaning_of(whole)
+        return _Known(
+            (*first.axes[:axis], meaning, *first.axes[axis + 1 :]),
+            (*first.compositions[:axis], whole, *first.compositions[axis + 1 :]),
+            first.origin,
+            first.cuts,
+        )
 
 
 class _OfProduct(_Made):
     """Made by a product of two activations, or of one with a constant."""
 
-    __slots__ = ("_are_constant", "_labels")
+    __slots__ = ("_are_constant", "_labels", "_origin")
 
-    def __init__(self, product: Contraction, sources: Sequence[_Made | None], are_constant: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        product: Contraction,
+        sources: Sequence[_Made | None],
+        are_constant: Sequence[bool],
+        origin: _Origin | None,
+    ) -> None:
         super().__init__(sources)
         self._labels = (product.left_axes, product.right_axes, product.axes)
         self._are_constant = are_constant
+        self._origin = origin
 
-    def _work_out(self) -> Axes | None:
+    def _hold_overlapping_windows(self) -> bool:
+        return False
+
+    def _work_out(self) -> _Known | None:
         *of_operands, of_result = self._labels
-        known: dict[str, str] = {}
+        axes: dict[str, str] = {}
+        compositions: dict[str, Composition | None] = {}
         for labels, source in zip(of_operands, self._sources, strict=True):
-            axes = None if source is None else source.settle()
-            if axes is not None:
-                known |= {label: axis for label, axis in zip(labels, axes, strict=True) if known.get(label) != CHANNEL}
+            known = None if source is None else source.settle()
+            if known is not None:
+                for label, axis, composition in zip(labels, known.axes, known.compositions, strict=True):
+                    axes[label] = axis if axes.get(label) != CHANNEL else CHANNEL
+                    compositions[label] = heads_first_known(compositions.get(label), composition)
         if not any(self._are_constant):
-            return tuple(known.get(label, PLACE) for label in of_result) if known else None
+            return (
+                self._with_labels({label: axes.get(label, PLACE) for label in of_result}, compositions)
+                if axes
+                else None
+            )
         # A weight makes channels, unless it sums over places, as pooling that is written out does.
         left, right = of_operands
-        summed = [known.get(label, CHANNEL) for label in left if label in right and label not in of_result]
+        summed = [axes.get(label, CHANNEL) for label in left if label in right and label not in of_result]
         new = PLACE if summed and set(summed) == {PLACE} else CHANNEL
         of_activation = right if self._are_constant[0] else left
-        return tuple(known.get(label, PLACE) if label in of_activation else new for label in of_result)
+        meanings = {label: axes.get(label, PLACE) if label in of_activation else new for label in of_result}
+        return self._with_labels(meanings, compositions)
+
+    def _with_labels(self, meanings: dict[str, str], compositions: dict[str, Composition | None]) -> _Known:
+        whole: list[Composition | None] = []
+        axes: list[str] = []
+        for label, size in zip(self._labels[2], self.shape, strict=True):
+            composition = compositions.get(label)
+            if composition is None or size_of(composition) != size:
+                composition = _of_one_kind(meanings[label], size)
+            whole.append(composition)
+            axes.append(meanings[label] if composition is None else meaning_of(composition))
+        return _Known(tuple(axes), tuple(whole), self._origin)
+
+
+def _of_one_kind(meaning: str, size: int) -> Composition | None:
+    return None if meaning == MIXED else single(meaning, size)
 
 
 def _axes_by_strides(
     shape: torch.Size, strides: Sequence[int], of_shape: torch.Size, of_strides: Sequence[int], axes: Axes
 ) -> Axes:
-    if shape == of_shape and strides == of_strides:
-        return axes
     # An axis of one element has a stride that means nothing.
     known = [place for place in zip(of_strides, of_shape, axes, strict=True) if place[1] > 1]
     same = {(stride, size): axis for stride, size, axis in known}  # most axes are only put elsewhere
@@ -279,8 +507,3 @@ def _axes_by_strides(
         else meaning_of_stride(stride, size, known, PLACE)
         for stride, size in zip(strides, shape, strict=True)
     )
-
-
-def _in_order(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of elements that lie in their order."""
-    return tuple(accumulate(reversed(shape[1:]), lambda stride, size: stride * size, initial=1))[::-1]

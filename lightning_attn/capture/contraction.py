@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,57 @@ def contraction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return read(*args, **kwargs)
     except (TypeError, ValueError):  # a signature that is not used for attention: three operands, `out=`, …
         return None
+
+
+def is_einsum_of_several(function: Callable[..., Any]) -> bool:
+    """Whether a torch function is one that `product_and_layer` may read."""
+    return function is torch.einsum
+
+
+def product_and_layer(
+    function: Callable[..., Any], args: tuple[Any, ...], constants: Collection[Tensor], *, of_weights_and_values: bool
+) -> Contraction | None:
+    """Read an einsum of two tensors and weights of the model as the product of the two alone.
+
+    Weights that multiply both, x W x, make one width of those of the two; those that multiply one are a layer before
+    the product or after it. What the einsum has summed with weights alone, as heads in a layer after it, are axes that
+    come last, behind those of its result.
+
+    Args:
+        function: the torch function.
+        args: what it got.
+        constants: the weights of the model among that.
+        of_weights_and_values: whether it is a product of the weights of an attention with values.
+    """
+    if function is not torch.einsum or len(args) < 4 or not isinstance(args[0], str) or "..." in args[0]:
+        return None
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    pairs = list(zip(inputs.split(","), args[1:], strict=True))
+    data = [(letters, tensor) for letters, tensor in pairs if all(tensor is not constant for constant in constants)]
+    if not arrow or len(data) != 2:
+        return None
+    of_weights = {
+        letter for letters, tensor in pairs if any(tensor is constant for constant in constants) for letter in letters
+    }
+    (left_letters, left), (right_letters, right) = data
+    own = [
+        {x for x in letters if x not in others and x in of_weights and x not in output}
+        for letters, others in ((left_letters, right_letters), (right_letters, left_letters))
+    ]
+    widths = own[0] | own[1] if all(own) and not of_weights_and_values else set()
+    new = [x for x in output if x in of_weights and x not in left_letters + right_letters and widths]
+
+    def labels(letters: str) -> Axes:
+        return (*new, *("width" if letter in widths else letter for letter in letters))
+
+    def kept(letter: str) -> bool:
+        return letter in output or (letter in of_weights and letter not in widths)
+
+    axes = [x for x in output if x in (*left_letters, *right_letters, *new)]
+    axes += [x for x in dict.fromkeys(left_letters + right_letters) if x not in axes and kept(x)]
+    for _ in new:
+        left, right = left[None], right[None]
+    return Contraction(left, right, labels(left_letters), labels(right_letters), tuple(axes))
 
 
 def _matmul(input: Tensor, other: Tensor) -> Contraction:

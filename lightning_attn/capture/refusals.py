@@ -72,6 +72,10 @@ KEYS_OF_WINDOWS = Refusal(
     "all queries and keys",
     is_piece=True,
 )
+OVERLAPPING_WINDOWS = Refusal(
+    "its keys are in windows that overlap, so that there is no matrix of all queries and keys",
+    is_piece=True,
+)
 KEYS_OF_QUERIES = Refusal(
     "each of its queries has keys of its own, and which axes are heads and queries cannot be told",
     is_piece=True,
@@ -121,6 +125,10 @@ NOT_THEIR_SOFTMAX = Refusal(
 )
 EXPONENTIALS_OF_VALUES = Refusal("its exponentials multiply the values before they are divided by their sum")
 DRAWN_WEIGHTS = Refusal("its weights are drawn at random (gumbel_softmax)")
+SEVERAL_FACTORS = Refusal(
+    "an einsum multiplies its queries and keys, or its weights and values, with a third tensor; as two products it is "
+    "seen"
+)
 SUMS_OVER_MORE_THAN_KEYS = Refusal("its values are summed over more than the keys of its softmax")
 UNEVEN_SHIFT = Refusal("what was subtracted from its logits is not one number for each row")
 SHIFTS_OF_SEVERAL = Refusal("its logits are put together from several of which a row maximum was subtracted")

@@ -16,9 +16,10 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lightning_attn.capture.axes import steps_over_tokens
 from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.capture.composition import Division, divided
 from lightning_attn.capture.nested import first_of, is_dense_inside, padded
 from lightning_attn.capture.reader import Sampling, reads
-from lightning_attn.capture.refusals import TOKENS_AS_HEADS, UnreadableError
+from lightning_attn.capture.refusals import HEADS_AS_QUERIES, OVERLAPPING_WINDOWS, TOKENS_AS_HEADS, UnreadableError
 
 
 @reads(functional.scaled_dot_product_attention)
@@ -52,14 +53,18 @@ def _read(
     if query.is_nested or key.is_nested or value.is_nested:
         return _read_nested(sampling, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     sampling.check_tokens(query, key)
+    _refuse_what_is_no_matrix(sampling, query, key)
+    dimensions = max(query.dim(), key.dim(), value.dim())
+    known = sampling.channels.heads_among((query, key), range(-dimensions, -2)) if dimensions > 2 else None
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
         query, key, value = query[None], key[None], value[None]
+    elif known is not None:
+        query, key, value, attn_mask = _with_heads_third(known, query, key, value, attn_mask)
     elif query.dim() == key.dim() == value.dim() == 3:
         heads = sampling.heads_in_batch(query.shape[0], query.shape[1], key.shape[1])
         query, key, value = (_beside_each_other(tensor, heads) for tensor in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
             attn_mask = _beside_each_other(attn_mask, heads)
-    query, key, value, attn_mask = _with_heads_third(sampling, query, key, value, attn_mask)
     if any(tensor.dim() > 3 and steps_over_tokens(tensor, -3, -1) for tensor in (query, key, value)):
         raise UnreadableError(TOKENS_AS_HEADS.reason)
     leading = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -163,28 +168,43 @@ def _filled(tensor: Tensor, dimensions: int) -> Tensor:
     return tensor[(None,) * (dimensions - tensor.dim())]
 
 
+def _refuse_what_is_no_matrix(sampling: Sampling, query: Tensor, key: Tensor) -> None:
+    """Refuse queries that are known to hold heads beside the tokens, and keys in windows that overlap."""
+    holds_heads = sampling.channels.heads_among_rows
+    if holds_heads(query, -2) and not holds_heads(key, -2):
+        raise UnreadableError(HEADS_AS_QUERIES.reason)
+    if query.shape[-2] != key.shape[-2] and sampling.channels.overlap(key):
+        raise OVERLAPPING_WINDOWS.error()
+
+
 def _with_heads_third(
-    sampling: Sampling, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    known: Division, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The tensors of a call with all heads in the third axis from the last, where they are known to be elsewhere."""
     dimensions = max(query.dim(), key.dim(), value.dim())
-    known = sampling.channels.heads_among((query, key), range(-dimensions, -2))
-    if known is None or known == (-3,):
+    if known.parts == dimensions - 2 > 1 and known.heads == (known.parts - 1,):
         return query, key, value, mask
-    heads: tuple[int, ...] = known
-    leading = _broadcast(*(_filled(tensor, dimensions).shape[:-2] for tensor in (query, key, value)))
+    heads = [part - known.parts - 2 for part in known.heads]
+
+    def in_parts(tensor: Tensor) -> Tensor:
+        tensor = _filled(tensor, dimensions)
+        for axis, sizes in reversed(list(enumerate(known.sizes))):
+            tensor = divided(tensor, axis, sizes)
+        return tensor
+
+    query, key, value = (in_parts(tensor) for tensor in (query, key, value))
+    leading = _broadcast(*(tensor.shape[:-2] for tensor in (query, key, value)))
 
     def moved(tensor: Tensor) -> Tensor:
-        tensor = _filled(tensor, dimensions)
         if not heads:
             return tensor.unsqueeze(-3)
         if len(heads) > 1:
-            tensor = tensor.expand([leading[axis + 2] if axis in heads else -1 for axis in range(-dimensions, 0)])
+            tensor = tensor.expand([leading[axis + 2] if axis in heads else -1 for axis in range(-tensor.dim(), 0)])
         tensor = tensor.movedim(heads, tuple(range(-2 - len(heads), -2))).flatten(-2 - len(heads), -3)
         return tensor[None] if tensor.dim() == 3 else tensor
 
     if mask is not None and not isinstance(mask, CausalBias):
-        mask = moved(mask)
+        mask = moved(in_parts(mask))
     return moved(query), moved(key), moved(value), mask
 
 

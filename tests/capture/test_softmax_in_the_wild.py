@@ -327,11 +327,12 @@ def heads_first(model: Model, source: Tensor) -> Tensor:
 
 
 def blocks_after_folded_heads(model: Model, source: Tensor) -> Tensor:
-    """As HaloNet does: sequences and heads are one axis, blocks another, which holds no heads."""
+    """Sequences and heads are one axis, blocks another, which holds no heads."""
     query, key, value = (part.flatten(0, 1).unflatten(1, (-1, 2)) for part in model.heads(source[:, :6]))
     weights = scores_of(query, key).softmax(-1)
     output = weights @ value
-    model.tell(*(part.flatten(0, 1)[:, None] for part in (weights, output)))
+    by_head = (part.unflatten(0, (SEQUENCES, -1)).transpose(1, 2).flatten(0, 1) for part in (weights, output))
+    model.tell(*by_head)
     return output
 
 

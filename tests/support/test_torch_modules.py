@@ -651,14 +651,13 @@ CELLS += [
 
 
 def without_batch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(heads, tokens, width): the first of three dimensions holds sequences for all that can be told."""
+    """(heads, tokens, width): the first of three dimensions is known to be made of channels."""
     return functional.scaled_dot_product_attention(query, key, value)
 
 
 def truth_in_three_dimensions(model: Any, tape: Tape, arguments: Arguments) -> list[Attention]:
     query, key, output = (
-        split_heads(part[None], HEADS).transpose(0, 1)
-        for part in (tape.gave("query"), tape.gave("key"), tape.given("output"))
+        split_heads(part[None], HEADS) for part in (tape.gave("query"), tape.gave("key"), tape.given("output"))
     )
     visible = torch.ones(1, 1, 1, N, dtype=torch.bool)
     return [Attention("(root)", products(query, key), visible, output.transpose(1, 2).flatten(2))]
@@ -674,7 +673,7 @@ CELLS += [
         tokens_of(N),
         truth_in_three_dimensions,
         ("(root)",),
-        Seen("each of the first axis is taken for a sequence of one head"),
+        Seen("one sequence of heads, where a layer made them"),
         training=mode == "train",
     )
     for mode in ("train", "eval")

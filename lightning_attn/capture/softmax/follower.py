@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_attn.capture.channels import ChannelTrail
-from lightning_attn.capture.contraction import contraction, is_contraction
+from lightning_attn.capture.contraction import contraction, is_contraction, is_einsum_of_several
 from lightning_attn.capture.isolation import unheard
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.softmax import assembly, logits, normalisation, values
@@ -19,7 +19,7 @@ from lightning_attn.capture.softmax.layout import keep
 from lightning_attn.capture.softmax.lost import follow_softmax_of_unknown
 from lightning_attn.capture.softmax.normalisation import SOFTMAXES
 from lightning_attn.capture.softmax.operation import Operation, is_opaque, name_of, tensors_among
-from lightning_attn.capture.softmax.products import follow_channels, follow_product
+from lightning_attn.capture.softmax.products import follow_channels, follow_einsum_of_several, follow_product
 from lightning_attn.capture.softmax.ragged import follow_ragged, is_ragged
 from lightning_attn.capture.softmax.rearranged import follow_rearranged, loses_layout
 from lightning_attn.capture.softmax.trail import CONSTANT, Followed
@@ -57,10 +57,12 @@ class SoftmaxFollower:
         # Most calls have nothing to do with attention: these first lines decide what watching costs.
         operands = tensors_among(args, kwargs)
         known = [self._known(operand) for operand in operands]
-        self._channels.follow(function, operands, result)
+        self._channels.follow(function, operands, result, args, kwargs)
         if known.count(None) + known.count(CONSTANT) == len(known):
             if is_contraction(function):
                 factors = known[:2] if function is functional.linear else known[-2:]
+                if len(known) > 2 and known.count(None) == 2 and is_einsum_of_several(function):
+                    factors = [None, None]
                 if CONSTANT in factors and None in factors:
                     if function is not functional.linear and isinstance(result, Tensor):
                         with unheard():
@@ -118,6 +120,9 @@ class SoftmaxFollower:
         product = contraction(call.function, call.args, call.kwargs)
         if product is not None and meet_replaced_parameters(walk, call):
             call = replace(call, known=[self._known(operand) for operand in call.operands])
+        is_of_several = len(call.operands) > 2 and is_einsum_of_several(call.function)
+        if is_of_several and follow_einsum_of_several(walk, call):
+            return
         if call.function is not functional.linear and call.results:  # that is a layer, which is followed already
             follow_channels(walk, product, call.results[0])
         if product is not None and follow_product(walk, product, call):

@@ -7,11 +7,13 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_attn.capture.axes import LEFT, RIGHT, SHARED, Contraction
+from lightning_attn.capture.axes import KEY, LEFT, RIGHT, SHARED, Contraction
+from lightning_attn.capture.contraction import product_and_layer
 from lightning_attn.capture.isolation import in_backward
-from lightning_attn.capture.refusals import OVER_CHANNELS
+from lightning_attn.capture.refusals import OVER_CHANNELS, OVERLAPPING_WINDOWS, SEVERAL_FACTORS, Refusal
 from lightning_attn.capture.softmax.constants import may_be_learned_queries
 from lightning_attn.capture.softmax.factors import Factor, factors_of
+from lightning_attn.capture.softmax.found import tell
 from lightning_attn.capture.softmax.logits import times
 from lightning_attn.capture.softmax.lost import refuse_exponentials, refuse_rearranged, refuse_what_multiplies_values
 from lightning_attn.capture.softmax.operation import Operation
@@ -46,6 +48,50 @@ def follow_product(walk: Walk, product: Contraction, call: Operation) -> bool:
     return True
 
 
+def follow_einsum_of_several(walk: Walk, call: Operation) -> bool:
+    """Whether an einsum of more than two tensors ends here what was followed, or begins it.
+
+    Weights of the model among them are a layer of the two others, before their product or after it. With more than two
+    others, or where keys are weighted, it is refused.
+    """
+    constants = [o for o, followed in zip(call.operands, call.known, strict=True) if isinstance(followed, Constant)]
+    others = [o for o, followed in zip(call.operands, call.known, strict=True) if not isinstance(followed, Constant)]
+    with_weights = call.first(Weights)
+    if with_weights:
+        return _multiply_several(walk, call, constants, *with_weights)
+    if len(others) < 2 or any(walk.trail.get(other) is not None for other in others):
+        return False
+    constants += others[2:]
+    product = product_and_layer(call.function, call.args, constants, of_weights_and_values=False)
+    if product is None or in_backward():
+        return False
+    number = call.results[0].dim()
+    also_summed = set(product.axes[number:])
+    product = replace(product, axes=product.axes[:number])
+    is_whole = len(product.axes) == number and also_summed <= product.summed and product.summed
+    if not is_whole or not {LEFT, RIGHT} <= set(product.meaning()):
+        return False
+    _begin_logits(walk, product, call, *factors_of(walk, product))
+    followed = walk.trail.get(call.results[0])
+    if len(others) > 2 and isinstance(followed, Logits):
+        walk.trail.set(call.results[0], replace(followed, refusal=SEVERAL_FACTORS))
+    return True
+
+
+def _multiply_several(walk: Walk, call: Operation, constants: list[Tensor], tensor: Tensor, weights: Weights) -> bool:
+    """Weights that multiply values and more in one einsum."""
+    product = product_and_layer(call.function, call.args, constants, of_weights_and_values=True)
+    if product is not None:
+        left, right = factors_of(walk, product)
+        of_weights = left if left.tensor is tensor else right
+        if of_weights.labels[weights.axes.index(KEY)] not in product.axes[call.results[0].dim() :]:
+            return multiply(walk, product, left, right)
+    for softmax in weights.softmaxes:
+        softmax.refuse(SEVERAL_FACTORS)
+    tell(walk, weights, tensor, None)
+    return True
+
+
 def _mixes_heads(product: Contraction, left: Factor, right: Factor) -> bool:
     """Whether weights of the model mix heads of logits. A layer on tokens or channels makes something else of them."""
     logits = left if isinstance(left.followed, Logits) else right
@@ -71,11 +117,20 @@ def _begin_logits(walk: Walk, product: Contraction, call: Operation, left: Facto
             axes,
             masks=(Mask(times(call.operands[0], factor), result.shape),) if factor else (),
             without_data=without_data,
-            doubts=product.doubts(),
+            doubts=_doubts(walk, product),
             refusal=OVER_CHANNELS if walk.channels.sums_over_tokens(product) else None,
             place=place,
         ),
     )
+
+
+def _doubts(walk: Walk, product: Contraction) -> dict[str, Refusal]:
+    """Of the sides, `LEFT` or `RIGHT`, why their axes cannot be what they would be taken for."""
+    doubts = product.doubts()
+    for side, operand in ((LEFT, product.left), (RIGHT, product.right)):
+        if walk.channels.overlap(operand):
+            doubts[side] = OVERLAPPING_WINDOWS
+    return doubts
 
 
 def follow_channels(walk: Walk, product: Contraction | None, result: Tensor) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, Axes
+from lightning_attn.capture.composition import Division
 from lightning_attn.capture.isolation import written_to
 from lightning_attn.capture.refusals import (
     AS_MANY_HEADS_AS_TOKENS,
     HEADS_AS_QUERIES,
+    KEYS_OF_EACH_QUERY,
     KEYS_OF_QUERIES,
     KEYS_OF_WINDOWS,
     OVER_CHANNELS,
+    OVERLAPPING_WINDOWS,
     SEVERAL_AXES,
     TOKENS_AS_HEADS,
     UNEVEN_SHIFT,
@@ -53,7 +56,9 @@ def softmax_along(walk: Walk, logits: Tensor, history: Logits, axis: int) -> Sof
     axes = tuple(KEY if i == axis else QUERY if i in queries else SHARED for i in range(logits.dim()))
     heads = _heads(walk, logits, axes)
     if len(beside_keys) == 1:
-        refusal = refusal or _doubt(history, side, axes, heads, logits.shape[beside_keys[0]] == logits.shape[axis])
+        if _holds_heads(walk, logits, queries) and not _holds_heads(walk, logits, axis):
+            refusal = refusal or HEADS_AS_QUERIES
+        refusal = refusal or _doubt(history, side, axes, heads, logits.shape[beside_keys[0]], logits.shape[axis])
     if history.shift is not None and history.shift.shape[axis] != 1:
         refusal = UNEVEN_SHIFT
     if refusal is None or history.refusal is OVER_CHANNELS:
@@ -95,24 +100,30 @@ def _query_axes(walk: Walk, logits: Tensor, keys: int, beside_keys: list[int]) -
     return beside_keys[-1:], SEVERAL_AXES
 
 
-def _heads(walk: Walk, logits: Tensor, axes: Axes) -> tuple[int, ...] | None:
-    """Which of the shared axes of some logits are heads."""
-    shared = [i for i, axis in enumerate(axes) if axis == SHARED]
-    heads = walk.channels.heads_among([logits], [i - logits.dim() for i in shared])
-    return None if heads is None else tuple(shared.index(axis + logits.dim()) for axis in heads)
+def _heads(walk: Walk, logits: Tensor, axes: Axes) -> Division | None:
+    """Which parts of the shared axes of some logits are heads."""
+    shared = [i - logits.dim() for i, axis in enumerate(axes) if axis == SHARED]
+    return walk.channels.heads_among([logits], shared)
 
 
-def _doubt(history: Logits, side: str, axes: Axes, heads: tuple[int, ...] | None, is_square: bool) -> Refusal | None:
+def _holds_heads(walk: Walk, logits: Tensor, axis: int | None) -> bool:
+    """Whether an axis is known to hold tokens of several heads."""
+    return axis is not None and walk.channels.heads_among_rows(logits, axis - logits.dim())
+
+
+def _doubt(history: Logits, side: str, axes: Axes, heads: Division | None, queries: int, keys: int) -> Refusal | None:
     """Why the axes cannot be what they are taken for.
 
     What lies within one token is no queries, whatever it may be as keys; an axis that steps over tokens is no heads,
-    unless layers tell which are; and keys were put together for each window, if there are windows, with more keys than
-    queries.
+    unless layers tell which are; and keys were put together for each window, if there are windows or they overlap, with
+    more keys than queries.
     """
-    has_windows = heads is not None and axes.count(SHARED) - len(heads) > 1
+    has_windows = heads is not None and heads.axes_of_sequences > 1
     applies = {
         HEADS_AS_QUERIES: {LEFT, RIGHT} - {side},
         TOKENS_AS_HEADS: {LEFT, RIGHT} if heads is None else set(),
-        KEYS_OF_WINDOWS: {side} if has_windows and not is_square else set(),
+        KEYS_OF_WINDOWS: {side} if has_windows and queries != keys else set(),
+        OVERLAPPING_WINDOWS: {side} if queries != keys else set(),
     }
-    return next((doubt for of, doubt in history.doubts.items() if of in applies[doubt]), None)
+    found = next((doubt for of, doubt in history.doubts.items() if of in applies[doubt]), None)
+    return KEYS_OF_EACH_QUERY if found is OVERLAPPING_WINDOWS and queries == 1 else found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import Axes, is_view
 from lightning_attn.capture.call import HIDING_PENALTY
+from lightning_attn.capture.composition import Division
 from lightning_attn.capture.refusals import Refusal
 from lightning_attn.capture.softmax.open_trails import Place
 
@@ -69,7 +70,7 @@ class Softmax:
         history: how they were made.
         modules: the modules that were computing, from the innermost outwards.
         version: how often the logits had been written to.
-        heads: which of the shared axes are heads; ``None`` where that is not known.
+        heads: the shared axes divided into sequences and heads; ``None`` where that is not known.
         changed_by: the operation that made something else of its result.
         refusal: why it cannot be read.
         is_done: whether its result has multiplied values.
@@ -80,7 +81,7 @@ class Softmax:
     history: Logits
     modules: tuple[nn.Module, ...]
     version: int
-    heads: tuple[int, ...] | None = None
+    heads: Division | None = None
     changed_by: str | None = None
     refusal: Refusal | None = None
     is_done: bool = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.axes import KEY, LEFT, QUERY, RIGHT, SHARED, Axes, arranged
 from lightning_attn.capture.call import HIDING_PENALTY, AttentionCall, Visibility
+from lightning_attn.capture.composition import divided
 from lightning_attn.capture.isolation import written_to
 from lightning_attn.capture.reader import Sampling
 from lightning_attn.capture.refusals import (
@@ -86,11 +87,17 @@ class WrittenAttention:
 
     @property
     def _heads(self) -> Collection[int]:
-        """Which of the shared axes are heads. A single one holds sequences, of one head each."""
+        """Which parts of the shared axes are heads. A single axis holds sequences, of one head each."""
         if self.softmax.heads is not None:
-            return self.softmax.heads
+            return self.softmax.heads.heads
         shared = self.softmax.axes.count(SHARED)
         return range(shared - 2 if self.is_grouped else 1, shared)
+
+    @property
+    def _axes_of_sequences(self) -> int:
+        """How many axes hold sequences."""
+        known = self.softmax.heads
+        return self.softmax.axes.count(SHARED) - len(self._heads) if known is None else known.axes_of_sequences
 
     def read(self, sampling: Sampling) -> AttentionCall:
         """The call, with its logits as they entered the softmax and the masks that were seen entering.
@@ -103,7 +110,7 @@ class WrittenAttention:
             raise softmax.refusal.error()
         if softmax.axes.count(SHARED) > 2 and not self.is_grouped and softmax.heads is None:
             raise UNKNOWN_HEADS.error()
-        if self._queries == 1 and softmax.axes.count(SHARED) - len(self._heads) > 1:
+        if self._queries == 1 and self._axes_of_sequences > 1:
             raise KEYS_OF_EACH_QUERY.error()
         if softmax.version != written_to(softmax.logits):
             raise OVERWRITTEN_LOGITS.error()
@@ -165,8 +172,19 @@ class WrittenAttention:
             sizes = dict(zip(self.softmax.axes, self.softmax.logits.shape, strict=True))
             heads = sampling.heads_in_batch(sizes[SHARED], self._queries, sizes[KEY])
         rows = None if sampling.max_sequences is None else sampling.max_sequences * heads
+        tensor, axes = self._divided(tensor, axes)
         arranged_S1NM = arranged(tensor, axes, self._heads, rows)
         return arranged_S1NM if heads == 1 else arranged_S1NM.unflatten(0, (-1, heads)).flatten(1, 2)
+
+    def _divided(self, tensor: Tensor, axes: Axes) -> tuple[Tensor, Axes]:
+        """A tensor with such axes, where sequences and heads that share one have axes of their own."""
+        if self.softmax.heads is None:
+            return tensor, axes
+        shared = [i for i, axis in enumerate(axes) if axis == SHARED]
+        for i, sizes in reversed(list(zip(shared, self.softmax.heads.sizes, strict=True))):
+            tensor = divided(tensor, i, sizes)
+            axes = (*axes[:i], *(SHARED,) * len(sizes), *axes[i + 1 :])
+        return tensor, axes
 
     def _sink_logits(self, all_columns_BHNM: Tensor) -> Tensor | None:
         """What the columns without a value amount to, as one logit per head."""
