@@ -66,6 +66,11 @@ _RESHAPE = {
 _JOINS = {torch.cat, torch.concat, torch.concatenate, torch.stack}
 #: These take windows of places that may overlap.
 _UNFOLD = {functional.unfold, Tensor.unfold}
+#: These put tokens into another order, or choose some; and so does an index that is a tensor.
+_REORDERS = {
+    *(torch.gather, Tensor.gather, torch.index_select, Tensor.index_select),
+    *(torch.take_along_dim, Tensor.take_along_dim, torch.flip, Tensor.flip, torch.roll, Tensor.roll),
+}
 #: After so many operations what follows from them is worked out, so that no more than these are kept.
 _LONGEST_WAY = 32
 
@@ -112,6 +117,8 @@ class ChannelTrail:
                         made = _OfSeveral(sources, function, axis)
                     else:
                         made = _Made(sources, function)
+                    if function in _REORDERS or (function is Tensor.__getitem__ and len(operands) > 1):
+                        made.is_reordered = True
                     self._set(tensor, made)
 
     def follow_product(self, product: Contraction, result: Tensor, constant: Tensor | None) -> None:
@@ -141,6 +148,11 @@ class ChannelTrail:
     def are_compared(self, query: Tensor, key: Tensor) -> bool:
         """Whether queries and keys (…, N, D) of a fused kernel are known to be channels, and not tokens."""
         return all(self._compares_channels(operand, [-1], [-2]) for operand in (query, key))
+
+    def are_reordered(self, query: Tensor, key: Tensor) -> bool:
+        """Whether queries are known to be in another order than keys, or the other way round, or some of them only."""
+        made = [self._get(tensor) for tensor in (query, key)]
+        return len({one is not None and one.is_reordered for one in made}) > 1
 
     def overlap(self, tensor: Tensor) -> bool:
         """Whether a tensor is known to hold windows of tokens that overlap."""
@@ -186,7 +198,7 @@ class ChannelTrail:
         """Whether some axes of a tensor, counted from the last, are known to hold no channels and no heads."""
         made = self._get(tensor)
         known = None if made is None else made.settle()
-        return known is not None and all(len(known) >= -axis and known[axis] == PLACE for axis in axes)
+        return known is not None and all(len(known.axes) >= -axis and known.axes[axis] == PLACE for axis in axes)
 
     def _is_single(self, tensor: Tensor, axes: Sequence[int]) -> bool:
         made = self._get(tensor)
@@ -297,7 +309,7 @@ class _Made:
 
     __slots__ = (
         *("_function", "_is_settled", "_known", "_sources"),
-        *("offset", "overlaps", "shape", "storage", "strides", "way"),
+        *("is_reordered", "offset", "overlaps", "shape", "storage", "strides", "way"),
     )
 
     shape: torch.Size
@@ -305,6 +317,7 @@ class _Made:
     offset: int
     storage: int
     way: int
+    is_reordered: bool
 
     def __init__(self, sources: Sequence[_Made | None], function: Callable[..., Any] | None = None) -> None:
         self._sources = sources
@@ -313,6 +326,9 @@ class _Made:
         self._known: _Known | None = None
         #: Whether it holds windows of places that overlap, once that was worked out.
         self.overlaps = False
+        known = [source for source in sources if source is not None]
+        #: Whether its tokens were put into another order, or chosen. What is added to tokens in their order is not.
+        self.is_reordered = bool(known) and all(source.is_reordered for source in known)
         #: How many operations it would take to work out what the axes mean.
         self.way = 1
         for source in sources:

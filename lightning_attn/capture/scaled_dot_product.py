@@ -54,6 +54,7 @@ def _read(
         return _read_nested(sampling, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     sampling.check_tokens(query, key)
     _refuse_what_is_no_matrix(sampling, query, key)
+    is_reordered = sampling.channels.are_reordered(query, key)
     dimensions = max(query.dim(), key.dim(), value.dim())
     known = sampling.channels.heads_among((query, key), range(-dimensions, -2)) if dimensions > 2 else None
     if enable_gqa and query.dim() == 3:  # one sequence of many heads, not many sequences of one head
@@ -90,7 +91,7 @@ def _read(
             # torch aligns causality to the first query and key, also where their numbers differ.
             causal_offset=0 if is_causal else None,
         ),
-        self_attention=queries == keys,
+        self_attention=queries == keys and not is_reordered,
     )
 
 

@@ -120,6 +120,7 @@ def _begin_logits(walk: Walk, product: Contraction, call: Operation, left: Facto
             doubts=_doubts(walk, product),
             refusal=OVER_CHANNELS if walk.channels.sums_over_tokens(product) else None,
             place=place,
+            is_reordered=walk.channels.are_reordered(product.left, product.right),
         ),
     )
 

@@ -56,7 +56,7 @@ def softmax_along(walk: Walk, logits: Tensor, history: Logits, axis: int) -> Sof
     axes = tuple(KEY if i == axis else QUERY if i in queries else SHARED for i in range(logits.dim()))
     heads = _heads(walk, logits, axes)
     if len(beside_keys) == 1:
-        if _holds_heads(walk, logits, queries) and not _holds_heads(walk, logits, axis):
+        if _holds_heads(walk, logits, beside_keys[0]) and not _holds_heads(walk, logits, axis):
             refusal = refusal or HEADS_AS_QUERIES
         refusal = refusal or _doubt(history, side, axes, heads, logits.shape[beside_keys[0]], logits.shape[axis])
     if history.shift is not None and history.shift.shape[axis] != 1:
@@ -106,9 +106,9 @@ def _heads(walk: Walk, logits: Tensor, axes: Axes) -> Division | None:
     return walk.channels.heads_among([logits], shared)
 
 
-def _holds_heads(walk: Walk, logits: Tensor, axis: int | None) -> bool:
+def _holds_heads(walk: Walk, logits: Tensor, axis: int) -> bool:
     """Whether an axis is known to hold tokens of several heads."""
-    return axis is not None and walk.channels.heads_among_rows(logits, axis - logits.dim())
+    return walk.channels.heads_among_rows(logits, axis - logits.dim())
 
 
 def _doubt(history: Logits, side: str, axes: Axes, heads: Division | None, queries: int, keys: int) -> Refusal | None:

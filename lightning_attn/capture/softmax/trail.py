@@ -47,6 +47,7 @@ class Logits:
         refusal: why it cannot be read.
         place: where the product was computed, and in what shape.
         opaque: the name of a function into which nothing can see, and through which it went.
+        is_reordered: whether queries are known to be in another order than keys.
     """
 
     axes: Axes
@@ -58,6 +59,7 @@ class Logits:
     refusal: Refusal | None = None
     place: Place | None = None
     opaque: str | None = None
+    is_reordered: bool = False
 
 
 @dataclass(eq=False)

@@ -130,7 +130,7 @@ class WrittenAttention:
             value=self._value(sampling) if sampling.with_values else None,
             scale=1.0,
             visibility=Visibility(mask=~self._hidden(logits_BHNM, arrange)),
-            self_attention=queries == keys,
+            self_attention=queries == keys and not history.is_reordered,
             sink_logits=self._sink_logits(all_columns_BHNM),
             logit_matrix=logits_BHNM,
         )
