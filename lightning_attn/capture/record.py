@@ -105,11 +105,11 @@ def record(
         recording.calls.append(call.map_tensors(torch.clone))  # a cache of keys may be overwritten later
         if not passes.is_next_head(call):
             passes.begin(call)
-        if call.site in passes.pooled:
-            faults.report_pooled(call.site)
 
     with Capture(model, keep, sites=patterns, max_sequences=max_sequences, with_values=True, faults=faults):
         yield recording
+    for site in sorted(passes.pooled - faults.in_pieces):  # pieces that are left out are pooled by nobody
+        faults.report_pooled(site)
     recording.calls = [call for call in recording.calls if not faults.is_piece(call)]
     if not recording.calls and not faults.reported:
         warn_of_nothing(model, patterns)

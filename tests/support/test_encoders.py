@@ -225,7 +225,7 @@ def cells(
 
 OVERLAPPING = Refused("rearranged on their way .*observe", "its windows overlap; `observe` beside it tells of it")
 CHUNKS = Refused(
-    "(keys of its own that were put together|several of its axes may be).*observe",
+    "(keys of its own that were put together|several of its axes may be|columns without a value).*observe",
     "it comes in chunks; `observe` beside it tells of it",
 )
 LANDMARKS = Refused(

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+#: Looked up once: it is entered for nearly every torch function that is seen.
+_disable_function_modes: Callable[[], AbstractContextManager[object]] = getattr(
+    torch._C, "DisableTorchFunction", nullcontext
+)
 #: What has no torch function of its own.
 _PLAIN = (Tensor, nn.Parameter, type(None))
 
@@ -29,8 +33,7 @@ def without_modes() -> Iterator[None]:
 
 def without_function_modes() -> AbstractContextManager[object]:
     """Let no function mode of the surrounding program hear what is done with its tensors."""
-    disable = getattr(torch._C, "DisableTorchFunction", nullcontext)
-    return cast(AbstractContextManager[object], disable())
+    return _disable_function_modes()
 
 
 def _without_dispatch_modes() -> AbstractContextManager[object]:

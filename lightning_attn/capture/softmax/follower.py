@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Size, Tensor, nn
 from torch.nn import functional
 
 from lightning_attn.capture.channels import ChannelTrail
@@ -29,6 +30,9 @@ from lightning_attn.capture.softmax.written import WrittenAttention
 
 #: Operations that do more than to keep the layout, by their plain names.
 _STEPS = {**logits.STEPS, **assembly.STEPS, **normalisation.STEPS, **values.STEPS}
+
+#: What a torch function gives that only tells something of a tensor, which stays what it is.
+_TELLS_OF_TENSORS = frozenset({Size, int, bool, float, str, torch.device, torch.dtype, torch.layout})
 
 
 class SoftmaxFollower:
@@ -55,6 +59,8 @@ class SoftmaxFollower:
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""
         # Most calls have nothing to do with attention: these first lines decide what watching costs.
+        if type(result) in _TELLS_OF_TENSORS:
+            return
         operands = tensors_among(args, kwargs)
         known = [self._known(operand) for operand in operands]
         self._channels.follow(function, operands, result, args, kwargs)
