@@ -245,6 +245,22 @@ def test_layers_that_are_the_same_for_several_tokens_make_no_heads(attention: Ca
 
 
 @pytest.mark.parametrize("attention", [written, fused], ids=lambda attention: attention.__name__)
+def test_layers_with_inputs_of_their_own_make_heads(attention: Callable[..., Tensor]) -> None:
+    """As where each head has a norm, or a whole network, of its own."""
+    factors = range(1, HEADS + 1)
+
+    def each_its_own(layers: Layers, tokens: Tensor) -> Parts:
+        parts = [layer(tokens * factor) for layer, factor in zip(layers.of_heads, factors, strict=True)]
+        query, key, value = torch.stack(parts).chunk(3, -1)
+        return query, key, value
+
+    torch.manual_seed(0)
+    model, tokens = Layers(each_its_own, attention), torch.randn(3, TOKENS, CHANNELS)
+    each = [truth(model, tokens * factor, "layers")[:, head] for head, factor in enumerate(factors)]
+    torch.testing.assert_close(seen_of(model, tokens), torch.stack(each, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", [written, fused], ids=lambda attention: attention.__name__)
 @pytest.mark.parametrize("heads_inside", [False, True])
 def test_heads_among_the_queries_are_refused(attention: Callable[..., Tensor], heads_inside: bool) -> None:
     """As with one key head for all: (B, H N, D) queries and (B, N, D) keys."""

@@ -20,9 +20,10 @@ from lightning_attn.capture.softmax.layout import keep
 from lightning_attn.capture.softmax.lost import follow_softmax_of_unknown
 from lightning_attn.capture.softmax.normalisation import SOFTMAXES
 from lightning_attn.capture.softmax.operation import Operation, is_opaque, name_of, tensors_among
-from lightning_attn.capture.softmax.products import follow_channels, follow_einsum_of_several, follow_product
+from lightning_attn.capture.softmax.products import follow_channels, follow_product
 from lightning_attn.capture.softmax.ragged import follow_ragged, is_ragged
 from lightning_attn.capture.softmax.rearranged import follow_rearranged, loses_layout
+from lightning_attn.capture.softmax.several_factors import follow_einsum_of_several
 from lightning_attn.capture.softmax.trail import CONSTANT, Followed
 from lightning_attn.capture.softmax.unseen import begin_unseen_product, follow_unseen, nothing_is_known
 from lightning_attn.capture.softmax.walk import Walk
