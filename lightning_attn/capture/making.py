@@ -187,14 +187,14 @@ class Made:
     ) -> KnownAxes:
         if self.shape == source.shape and strides == of_strides and not displacement:
             return known
-        axes = _axes_by_strides(self.shape, strides, source.shape, of_strides, known.axes)
         compositions = compositions_of_view(self.shape, strides, source.shape, of_strides, known.compositions)
-        axes = tuple(
-            axis if composition is None else meaning_of(composition)
-            for axis, composition in zip(axes, compositions, strict=True)
-        )
+        axes = [PLACE if composition is None else meaning_of(composition) for composition in compositions]
+        if None in compositions:
+            by_strides = _axes_by_strides(self.shape, strides, source.shape, of_strides, known.axes)
+            for place, composition in enumerate(compositions):
+                axes[place] = by_strides[place] if composition is None else axes[place]
         cuts = cuts_of_view(displacement, source.shape, of_strides, known.compositions)
-        return KnownAxes(axes, tuple(compositions), known.origin, known.cuts + cuts)
+        return KnownAxes(tuple(axes), tuple(compositions), known.origin, known.cuts + cuts)
 
 
 class MadeByLayer(Made):
