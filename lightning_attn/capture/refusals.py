@@ -126,8 +126,8 @@ NOT_THEIR_SOFTMAX = Refusal(
 EXPONENTIALS_OF_VALUES = Refusal("its exponentials multiply the values before they are divided by their sum")
 DRAWN_WEIGHTS = Refusal("its weights are drawn at random (gumbel_softmax)")
 SEVERAL_FACTORS = Refusal(
-    "an einsum multiplies its queries and keys, or its weights and values, with a third tensor; as two products it is "
-    "seen"
+    "an einsum multiplies its queries and keys, or its weights and values, with a third tensor",
+    way_out=f"As two products it is seen. Or {WAY_OUT}",
 )
 SUMS_OVER_MORE_THAN_KEYS = Refusal("its values are summed over more than the keys of its softmax")
 UNEVEN_SHIFT = Refusal("what was subtracted from its logits is not one number for each row")

@@ -109,7 +109,7 @@ def weighted_keys(layers: Layers, tokens: Tensor) -> Tensor:
 def test_a_third_tensor_is_refused(attend: Callable[..., Tensor]) -> None:
     model = Layers(attend)
     with (
-        pytest.warns(AttentionWarning, match="with a third tensor; as two products it is seen"),
+        pytest.warns(AttentionWarning, match=r"with a third tensor\. As two products it is seen"),
         record(model) as recording,
     ):
         model(torch.randn(2, TOKENS, CHANNELS))
