@@ -259,7 +259,7 @@ class MadeOfSeveral(Made):
 class MadeByProduct(Made):
     """Made by a product of two activations, or of one with a constant."""
 
-    __slots__ = ("_are_constant", "_labels", "_origin")
+    __slots__ = ("_are_constant", "_labels", "_of_many_weights", "_origin")
 
     def __init__(
         self,
@@ -272,6 +272,15 @@ class MadeByProduct(Made):
         self._labels = (product.left_axes, product.right_axes, product.axes)
         self._are_constant = are_constant
         self._origin = origin
+        #: The axes along which there is a weight of its own for each element: heads that are projected apart.
+        self._of_many_weights: set[str] = set()
+        for is_constant, operand, labels, others in (
+            (are_constant[0], product.left, product.left_axes, product.right_axes),
+            (are_constant[1], product.right, product.right_axes, product.left_axes),
+        ):
+            if is_constant:
+                sizes = zip(labels, operand.shape, strict=True)
+                self._of_many_weights |= {label for label, size in sizes if label in others and size > 1}
 
     def _hold_overlapping_windows(self) -> bool:
         return False
@@ -298,6 +307,9 @@ class MadeByProduct(Made):
         new = PLACE if summed and set(summed) == {PLACE} else CHANNEL
         of_activation = right if self._are_constant[0] else left
         meanings = {label: axes.get(label, PLACE) if label in of_activation else new for label in of_result}
+        for label in self._of_many_weights.intersection(of_result):
+            meanings[label] = CHANNEL
+            compositions.pop(label, None)
         return self._with_labels(meanings, compositions)
 
     def _with_labels(self, meanings: dict[str, str], compositions: dict[str, Composition | None]) -> KnownAxes:

@@ -128,7 +128,9 @@ def attends_to_others(module: nn.Module, keys: int) -> bool:
     frame = innermost_forward(module)
     if frame is None:
         return False
-    others = (frame.f_locals.get(name) for name in _OTHER_TOKENS)
+    code = frame.f_code
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]  # and no variable of that name
+    others = (frame.f_locals.get(name) for name in _OTHER_TOKENS if name in parameters)
     own = next(iter(argument_tensors(frame)), None)
     return any(
         isinstance(other, Tensor) and other is not own and other.dim() == 3 and keys in other.shape[:2]
