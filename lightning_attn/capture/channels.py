@@ -178,8 +178,6 @@ class ChannelTrail:
         # Heads may be in one axis with the sequences, so that what comes after it holds none; or there is a single one.
         is_merged = meanings[-1] == PLACE and MIXED in meanings
         is_single = len(axes) > 2 and any(self._is_single(tensor, axes[1:]) for tensor in tensors)
-        if len(axes) == 2 and tensors[0].shape[axes[0]] == 1 < tensors[0].shape[axes[1]]:  # ahead of the sequences
-            is_single = compositions[1] is not None and meanings[1] == PLACE
         return division if is_merged or is_single else None
 
     def are_places(self, tensor: Tensor, axes: Sequence[int]) -> bool:

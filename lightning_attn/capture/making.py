@@ -30,6 +30,7 @@ from lightning_attn.capture.composition import (
     single,
     size_of,
 )
+from lightning_attn.capture.isolation import viewed
 
 #: These put elements that stay in their order into another shape, and copy them where they must.
 _RESHAPE = {
@@ -278,9 +279,12 @@ class MadeByProduct(Made):
             (are_constant[0], product.left, product.left_axes, product.right_axes),
             (are_constant[1], product.right, product.right_axes, product.left_axes),
         ):
-            if is_constant:
-                sizes = zip(labels, operand.shape, strict=True)
-                self._of_many_weights |= {label for label, size in sizes if label in others and size > 1}
+            # Learned queries that are the same for all sequences are constants too, but repeated, or made by a layer.
+            if is_constant and (isinstance(operand, nn.Parameter) or isinstance(viewed(operand), nn.Parameter)):
+                places = zip(labels, operand.shape, operand.stride(), strict=True)
+                self._of_many_weights |= {
+                    label for label, size, step in places if label in others and size > 1 and step
+                }
 
     def _hold_overlapping_windows(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Heads that weights of their own project, ahead of the sequences; a single head; names that are no arguments."""
+"""Heads that weights of their own project, ahead of the sequences; names that are no arguments."""
 
 from __future__ import annotations
 
@@ -41,10 +41,6 @@ def by_broadcasting_of_sequences(x: Tensor, weight: Tensor) -> Tensor:
     return (x.unsqueeze(0) @ weight.unsqueeze(1)).reshape(-1, TOKENS, WIDTH)
 
 
-def of_one_head(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.einsum("bnd,hde->hbne", x, weight)
-
-
 @pytest.mark.parametrize("is_fused", [False, True], ids=["written out", "fused"])
 @pytest.mark.parametrize(("sequences", "heads"), [(3, 4), (4, 4), (2, 2), (1, 3)])
 @pytest.mark.parametrize("project", [by_batches, by_broadcasting, by_broadcasting_of_sequences])
@@ -59,16 +55,6 @@ def test_heads_are_ahead_of_the_sequences(
     query, key, _ = torch.einsum("bnd,phde->pbhne", tokens.double(), model.weights.detach().double())
     expected = (query @ key.mT / math.sqrt(WIDTH)).softmax(-1)
     torch.testing.assert_close(call.weights().double(), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("is_fused", [False, True], ids=["written out", "fused"])
-@pytest.mark.parametrize("sequences", [1, 3])
-def test_a_single_head_ahead_of_the_sequences(sequences: int, is_fused: bool) -> None:
-    model = Layer(1, of_one_head, is_fused)
-    with record(model) as recording:
-        model(torch.randn(sequences, TOKENS, WIDTH))
-    (call,) = recording.calls
-    assert (call.sequences, call.heads) == (sequences, 1)
 
 
 def test_a_single_sequence_whose_heads_nothing_tells() -> None:
