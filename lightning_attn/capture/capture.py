@@ -36,6 +36,7 @@ from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.running import RunningForward, RunningForwards, attends_to_others, heads_in_batch
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SOFTMAXES, SoftmaxFollower, WrittenAttention
+from lightning_attn.capture.softmax.walk import Walk
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
 
@@ -121,7 +122,7 @@ class Capture:
         self._names = SiteNames(self._model)
         self._forwards = RunningForwards()
         self._channels = ChannelTrail()
-        self._follower = SoftmaxFollower(self._model, self._names, self._found, self._channels)
+        self._follower = SoftmaxFollower(Walk(self._model, self._names, self._found, self._channels))
         self._attended: dict[nn.Module, Attended] = {}
         self._told = ToldAttention()
         self._scripts = Scripts()

@@ -10,10 +10,8 @@ import torch
 from torch import Size, Tensor, nn
 from torch.nn import functional
 
-from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.contraction import contraction, is_contraction, is_einsum_of_several
 from lightning_attn.capture.isolation import unheard
-from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.softmax import assembly, logits, normalisation, values
 from lightning_attn.capture.softmax.constants import TAKE_THE_SHAPE, follow_constants, meet_replaced_parameters
 from lightning_attn.capture.softmax.layout import keep
@@ -27,7 +25,6 @@ from lightning_attn.capture.softmax.several_factors import follow_einsum_of_seve
 from lightning_attn.capture.softmax.trail import CONSTANT, Followed
 from lightning_attn.capture.softmax.unseen import begin_unseen_product, follow_unseen, nothing_is_known
 from lightning_attn.capture.softmax.walk import Walk
-from lightning_attn.capture.softmax.written import WrittenAttention
 
 #: Operations that do more than to keep the layout, by their plain names.
 _STEPS = {**logits.STEPS, **assembly.STEPS, **normalisation.STEPS, **values.STEPS}
@@ -40,22 +37,13 @@ class SoftmaxFollower:
     """Follows the tensors of a forward pass, and tells of every attention that is written out with a softmax.
 
     Args:
-        model: the model; its weights and buffers are no activations.
-        names: tells which modules are computing, and what they were given.
-        found: called with each attention, when its weights have multiplied its values.
-        channels: follows the channels of tensors, from the layers that made them.
+        walk: the forward pass, of which nothing was followed yet.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: SiteNames,
-        found: Callable[[WrittenAttention], None],
-        channels: ChannelTrail,
-    ) -> None:
-        self._walk = Walk(model, names, found, channels)
-        self._known = self._walk.trail.get
-        self._channels = channels
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+        self._known = walk.trail.get
+        self._channels = walk.channels
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function and its result."""

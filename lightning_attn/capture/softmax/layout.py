@@ -119,7 +119,7 @@ def _skipped_columns(result: Tensor, tensor: Tensor, weights: Weights) -> int:
     """How many columns were cut off in front in a view."""
     axis = weights.axes.index(KEY)
     stride = tensor.stride(axis)
-    if KEY not in weights.axes or result.numel() == tensor.numel() or stride == 0:
+    if result.numel() == tensor.numel() or stride == 0:
         return 0
     return (result.storage_offset() - tensor.storage_offset()) % max(1, stride * tensor.shape[axis]) // stride
 
