@@ -1,4 +1,4 @@
-"""The statistics by what they cost. Every one that is registered is of exactly one kind."""
+"""The statistics by what they cost. Every one that is computed by default is of exactly one kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kind(statistic: type[Statistic]) -> str:
     return "compares sequences" if statistic.compares_sequences else "one-pass"
 
 
-KINDS = {name: kind(statistic) for name, statistic in known_statistics().items()}
+KINDS = {name: kind(statistic) for name, statistic in known_statistics().items() if statistic.by_default}
 
 
 def _of_kind(kind: str) -> list[str]:

@@ -59,13 +59,13 @@ def a_batch(sequences: int) -> AttentionCall:
 
 def test_alone_nothing_changes() -> None:
     call = a_batch(4)
-    found = {"block": measure(call, resolve(None)), "other": measure(call, resolve(None))}
+    found = {"block": measure(call, resolve("all")), "other": measure(call, resolve("all"))}
     quiet: set[str] = set()
-    joined = RankReduction()(found, resolve(None), quiet, CPU)
+    joined = RankReduction()(found, resolve("all"), quiet, CPU)
     assert list(joined) == ["block", "other"]
     assert not quiet
     for site, of_site in joined.items():
-        assert list(of_site) == [statistic.name for statistic in resolve(None)]
+        assert list(of_site) == [statistic.name for statistic in resolve("all")]
         for name, joined_sums in of_site.items():
             torch.testing.assert_close(joined_sums, found[site][name], rtol=0, atol=0)
 
@@ -226,14 +226,14 @@ def a_fault_on_one_rank_at_the_first_capture(rank: int) -> Any:
 def a_batch_in_two_halves(rank: int) -> Any:
     call = a_batch(6)
     mine = call.select(slice(4) if rank == 0 else slice(4, 6))
-    joined = RankReduction()({"block": measure(mine, resolve(None))}, resolve(None), set(), CPU)
+    joined = RankReduction()({"block": measure(mine, resolve("all"))}, resolve("all"), set(), CPU)
     return {name: tuple(found) for name, found in joined["block"].items()}
 
 
 @case
 def a_rank_without_sequences(rank: int) -> Any:
     call = a_batch(3).select(slice(3 if rank == 0 else 0))
-    joined = RankReduction()({"block": measure(call, resolve(None))}, resolve(None), set(), CPU)
+    joined = RankReduction()({"block": measure(call, resolve("all"))}, resolve("all"), set(), CPU)
     return {name: tuple(found) for name, found in joined["block"].items()}
 
 
@@ -444,7 +444,7 @@ def test_ranks_follow_the_one_whose_captures_take_longest(ranks: Any) -> None:
 
 @of(a_batch_in_two_halves)
 def test_two_ranks_have_the_values_of_one_process_on_the_whole_batch(ranks: Any) -> None:
-    whole = measure(a_batch(6), resolve(None))
+    whole = measure(a_batch(6), resolve("all"))
     # Statistics that compare sequences pair those of one rank.
     paired = resolve([name for name, statistic in known_statistics().items() if statistic.compares_sequences])
     halves = [measure(a_batch(6).select(half), paired) for half in (slice(4), slice(4, 6))]
@@ -456,7 +456,7 @@ def test_two_ranks_have_the_values_of_one_process_on_the_whole_batch(ranks: Any)
 
 @of(a_rank_without_sequences)
 def test_an_empty_batch_on_one_rank_changes_nothing(ranks: Any) -> None:
-    whole = measure(a_batch(3), resolve(None))
+    whole = measure(a_batch(3), resolve("all"))
     for rank in ranks:
         for name, found in rank.items():
             torch.testing.assert_close(found, tuple(whole[name]), rtol=1e-6, atol=1e-6)

@@ -23,6 +23,11 @@ def unhidden_by(bias: Tensor) -> Tensor:
     return (bias <= HIDING_PENALTY).logical_not()
 
 
+def log_of_weights(weights: Tensor) -> Tensor:
+    """Logits whose exponentials are given weights; a weight of zero is taken for the smallest that numbers hold."""
+    return weights.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
 class Rule(Protocol):
     """A function of the sequence, head, query and key that hides keys or changes logits, block by block."""
 
@@ -143,6 +148,8 @@ class AttentionCall:
         sink_logits: (H,), one more logit per head that takes weight and gives nothing (gpt-oss).
         logit_matrix: (B, H, N, M), what enters the softmax, where the model writes it down: scale, soft-cap and bias
             are in it. Queries and keys then have width 0, for what they were is not known.
+        weight_matrix: (B, H, N, M), the weights themselves, where nothing is known of the logits. They are taken as
+            they are, whatever the sum of a row.
         score_rule: a function that changes logits after the scale (flex_attention).
         forward: a number that calls share if one forward pass of the site made them; ``None`` where that is not known.
         is_of_all_tokens: whether it has as many sequences and queries as the site was given, or that is not known. Only
@@ -159,12 +166,14 @@ class AttentionCall:
     soft_cap: float | None = None
     sink_logits: Tensor | None = None
     logit_matrix: Tensor | None = None
+    weight_matrix: Tensor | None = None
     score_rule: Rule | None = None
     forward: int | None = None
     is_of_all_tokens: bool = True
 
     def __repr__(self) -> str:
-        source = f"width {self.query.shape[-1]}" if self.logit_matrix is None else "written out"
+        is_written = self.logit_matrix is not None or self.weight_matrix is not None
+        source = "written out" if is_written else f"width {self.query.shape[-1]}"
         return (
             f"AttentionCall({self.site!r}, {self.sequences} sequences, {self.heads} heads, {self.queries} queries, "
             f"{self.keys} keys, {source})"
@@ -246,6 +255,7 @@ class AttentionCall:
             visibility=self.visibility.select(sequences, heads),
             sink_logits=None if self.sink_logits is None else self.sink_logits[heads],
             logit_matrix=None if self.logit_matrix is None else self.logit_matrix[sequences, heads],
+            weight_matrix=None if self.weight_matrix is None else self.weight_matrix[sequences, heads],
             score_rule=None if self.score_rule is None else self.score_rule.select(sequences, heads),
         )
 
@@ -276,6 +286,7 @@ class AttentionCall:
             ),
             sink_logits=mapped(self.sink_logits),
             logit_matrix=mapped(self.logit_matrix),
+            weight_matrix=mapped(self.weight_matrix),
         )
 
     def logits(self, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -285,9 +296,12 @@ class AttentionCall:
             start: the first row that is wanted; the rows before it are left out.
 
         Returns:
-            The logits (B, H, N, M) in float32 and a boolean tensor of the same shape, true where a key is visible.
+            The logits (B, H, N, M) in float32, of given weights their logarithms, and a boolean tensor of the same
+            shape, true where a key is visible.
         """
-        if self.logit_matrix is not None:
+        if self.weight_matrix is not None:
+            logits_BHNM = log_of_weights(self.weight_matrix[:, :, start:].float())
+        elif self.logit_matrix is not None:
             logits_BHNM = self.logit_matrix[:, :, start:].float()
         else:
             key_BHMD = self.key.float().repeat_interleave(self.group, dim=1)
@@ -316,6 +330,8 @@ class AttentionCall:
             (B, H, N, M) in float32. Rows sum to one, to less with a learned sink, and to zero where no key is visible.
         """
         logits_BHNM, visible_BHNM = self.logits(start)
+        if self.weight_matrix is not None:
+            return torch.where(visible_BHNM, self.weight_matrix[:, :, start:].float(), 0.0)
         logits_BHNM = logits_BHNM.masked_fill(~visible_BHNM, torch.finfo(torch.float32).min)
         if self.sink_logits is not None:
             sink_BHN1 = self.sink_logits.float().view(1, -1, 1, 1).expand(*logits_BHNM.shape[:-1], 1)

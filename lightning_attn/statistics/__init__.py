@@ -5,11 +5,12 @@ from lightning_attn.statistics.registry import known_statistics, register, resol
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
 from lightning_attn.statistics.state_statistic import StateStatistic, measure_states
-from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStatistic, Statistic
+from lightning_attn.statistics.statistic import Maximum, Range, Ratio, RowMean, RowStatistic, Statistic
 from lightning_attn.statistics.tokens import Tokens
 
 __all__ = [
     "Maximum",
+    "Range",
     "Ratio",
     "RowBlock",
     "RowMean",

@@ -6,7 +6,7 @@ import torch
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.state_statistic import StateStatistic
-from lightning_attn.statistics.statistic import Maximum
+from lightning_attn.statistics.statistic import Maximum, Range
 from lightning_attn.statistics.tokens import Tokens
 
 
@@ -20,7 +20,7 @@ class MassiveActivation(StateStatistic):
     """
 
     name = "massive_activation"
-    range = "≥ 1"
+    range = Range(1, None)
     uniform = "any"
     reading = "Above 1000: massive activations, common in trained decoders that have sinks, and hard on low precision."
     source = "Sun et al. 2024, arXiv:2402.17762"

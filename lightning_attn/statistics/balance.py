@@ -6,7 +6,7 @@ from lightning_attn.statistics.received import ReceivedWeight, UniformReceivedWe
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences
+from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 
 
 @register
@@ -18,7 +18,7 @@ class MarginalGap(RowStatistic):
     """
 
     name = "marginal_gap"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "0"
     reading = "0: keys receive as much as under uniform attention; near 1: few keys receive all. Distance from balance."
     source = "Sander et al. 2022, arXiv:2110.11773"

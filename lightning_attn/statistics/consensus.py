@@ -9,7 +9,7 @@ from lightning_attn.statistics.eigenvalue import second_eigenvalue
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences
+from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 
 
 @register
@@ -23,7 +23,7 @@ class ConsensusRate(RowStatistic):
     """
 
     name = "consensus_rate"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "1; causal: 1/2"
     reading = (
         "1: one step of this head makes all tokens equal; 0: some token never listens to the others. "

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences, wide
+from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 #: What the largest value of a head is scaled to: their ratio does not depend on it.
 _LARGE = 2.0**24
@@ -23,7 +23,7 @@ class ValueContraction(RowStatistic):
     """
 
     name = "value_contraction"
-    range = "≥ 0"
+    range = Range(0, None)
     uniform = "0; causal: 0.21 at n = 64, of random values"
     reading = "0: the head makes all tokens alike in one step; 1: it keeps them as far apart as they were."
     source = "Rodríguez Abella et al. 2025 (ICML)"
@@ -68,7 +68,7 @@ class ValueContraction(RowStatistic):
         if self.row_pass.call.value is None:
             return
         output_BHRE = rows.applied_to(self._value_BKME).to(self._sum_BHE.dtype)
-        if self.row_pass.call.sink_logits is not None:  # what rows lack to one, they lack of the mean
+        if self.row_pass.is_without_unit_rows:  # what rows lack to one, they lack of the mean
             lack_BHR = (1 - rows.mass_BHR) * rows.present_BHR
             output_BHRE -= lack_BHR[..., None] * self._mean_BH1E
         self._sum_BHE += output_BHRE.sum(-2)

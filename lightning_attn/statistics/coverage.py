@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.statistic import RowMean
+from lightning_attn.statistics.statistic import Range, RowMean
 
 
 @register
@@ -17,7 +17,7 @@ class HiddenRowShare(RowMean):
     """
 
     name = "hidden_row_share"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "0"
     reading = "Queries that may look at nothing; what they return depends on the kernel."
     over_heads = "max"

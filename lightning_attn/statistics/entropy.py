@@ -8,7 +8,7 @@ from lightning_attn.statistics.received import ReceivedWeight
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowMean, RowStatistic, sum_of_rows
+from lightning_attn.statistics.statistic import Range, Ratio, RowMean, RowStatistic, sum_of_rows
 
 
 @register
@@ -16,7 +16,7 @@ class Entropy(RowMean):
     r"""Mean over rows of :math:`H_i / \log m_i`, with :math:`H_i = -\sum_j p_{ij} \log p_{ij}`."""
 
     name = "entropy"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "1"
     reading = (
         "1: looks everywhere alike; 0: looks at one key. Falling towards 0 together with growing logits is collapse."
@@ -34,7 +34,7 @@ class KLToUniform(RowMean):
 
     name = "kl_to_uniform"
     unit = "nats"
-    range = "≥ 0"
+    range = Range(0, None)
     uniform = "0"
     reading = "How far the head is from looking everywhere alike."
 
@@ -51,7 +51,7 @@ class EntropyWithoutSink(RowStatistic):
     """
 
     name = "entropy_without_sink"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "1"
     reading = "The entropy that matters in decoders, where healthy heads park weight on a sink."
 

@@ -46,7 +46,12 @@ class SmallCalls:
 
     def take(self, call: AttentionCall) -> bool:
         """Take a call if it is small; whether it was taken."""
-        if call.logit_matrix is not None or call.score_rule is not None or call.visibility.rule is not None:
+        if (
+            call.logit_matrix is not None
+            or call.weight_matrix is not None
+            or call.score_rule is not None
+            or call.visibility.rule is not None
+        ):
             return False
         visibility = call.visibility
         tensors = [call.query, call.key, call.value, visibility.mask, visibility.bias]

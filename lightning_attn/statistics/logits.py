@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Maximum, RowMean, RowStatistic
+from lightning_attn.statistics.statistic import Maximum, Range, RowMean, RowStatistic
 
 
 @register
@@ -16,7 +16,7 @@ class MaxLogit(RowStatistic):
     """The largest visible logit: after scale, soft-cap and bias."""
 
     name = "max_logit"
-    range = "−∞ … ∞"
+    range = Range(None, None)
     uniform = "any"
     reading = (
         "Grows without end in runs that stall or diverge. 100 is where QK-clip acts; a healthy 3B model reached 318."
@@ -24,6 +24,7 @@ class MaxLogit(RowStatistic):
     source = "Wortsman et al. 2023, arXiv:2309.14322; Kimi K2, arXiv:2507.20534"
     over_heads = "max"
     joined_by = "max"
+    needs_logits = True
 
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)
@@ -48,7 +49,7 @@ class LogitStd(RowMean):
     """
 
     name = "logit_std"
-    range = "≥ 0"
+    range = Range(0, None)
     uniform = "0"
     reading = "The effective inverse temperature. Its going on growing tells a ruined run before the loss does."
     over_heads = "max"
@@ -63,7 +64,7 @@ class NonFiniteShare(RowMean):
     """Share of rows with a visible logit that is infinite or NaN. Such rows are in no other statistic."""
 
     name = "non_finite_share"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "0"
     reading = "Anything but 0 is a fault: an overflow, or a NaN that came from before."
     over_heads = "max"

@@ -14,7 +14,7 @@ from lightning_attn.statistics.received import ReceivedWeight, UniformReceivedWe
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowMean, RowStatistic, wide
+from lightning_attn.statistics.statistic import Range, Ratio, RowMean, RowStatistic, wide
 
 #: How many keys are the first ones.
 FIRST_KEYS = 5
@@ -25,7 +25,7 @@ class SelfWeight(RowMean):
     """Mean weight that a token gives to itself; absent where queries and keys are not the same tokens."""
 
     name = "self_weight"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "mean of 1 / m_i"
     reading = "1: the head copies each token to itself and mixes nothing."
 
@@ -43,7 +43,7 @@ class PositionConcentration(RowStatistic):
     """Share of all weight that goes to the first five keys that any query of the sequence can see."""
 
     name = "position_concentration"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "`uniform_position_concentration`"
     reading = "1: the head looks at the beginning only. Short sequences consist of it: compare with the uniform one."
 
@@ -70,7 +70,7 @@ class UniformPositionConcentration(PositionConcentration):
     """What `PositionConcentration` would be of uniform attention under the same visibility."""
 
     name = "uniform_position_concentration"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "causal: 0.655, 0.434, 0.270 at n = 16, 32, 64"
     reading = "What the mask and the length alone give to the first five keys: the baseline of the other."
 
@@ -86,7 +86,7 @@ class AttentionDistance(RowStatistic):
     """
 
     name = "attention_distance"
-    range = "≥ 0"
+    range = Range(0, None)
     uniform = "1"
     reading = "0: each token looks at itself; below 1: at what is near, as in heads for syntax; above 1: far away."
 

@@ -9,7 +9,7 @@ from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
 from lightning_attn.statistics.spectrum import leading_singular_values
-from lightning_attn.statistics.statistic import Ratio, RowStatistic, mean_over_sequences, wide
+from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 #: Squares of weights that single precision holds: those beside a learned sink may be smaller.
 _SMALLEST_SQUARE = 1e-36
@@ -20,7 +20,7 @@ class StableRank(RowStatistic):
     r"""Stable rank :math:`\|A\|_F^2 / \|A\|_2^2`, averaged over sequences."""
 
     name = "stable_rank"
-    range = "1 … n"
+    range = Range(1, "n")
     uniform = "1; causal: H_n / σ₁², 1.858 at n = 64"
     reading = "1 for a sink and for uniform attention alike, n for the identity: read it beside the entropy."
     source = "Nait Saada et al. 2025, arXiv:2410.07799"
@@ -51,7 +51,7 @@ class SpectralGap(RowStatistic):
     """
 
     name = "spectral_gap"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "1; causal: 0.366 at n = 64"
     reading = "1: the head has one direction only, as a sink and uniform attention do; 0: there is a second as strong."
     source = "Nait Saada et al. 2025, arXiv:2410.07799"

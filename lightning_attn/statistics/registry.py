@@ -50,17 +50,19 @@ def resolve(names: str | Sequence[str] | None) -> tuple[type[Statistic], ...]:
     """The statistics of some names.
 
     Args:
-        names: one name or several; ``None`` for every statistic.
+        names: one name or several; ``None`` for those that are computed by default, ``"all"`` for every one.
 
     Raises:
         ValueError: if there is no name, or one that no statistic has.
     """
     known = known_statistics()
     if names is None:
+        return tuple(statistic for statistic in known.values() if statistic.by_default)
+    if names == "all":
         return tuple(known.values())
     wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
     if not wanted:
-        raise ValueError(f"`statistics` must name at least one statistic or be None, got {names!r}.")
+        raise ValueError(f"`statistics` must name at least one statistic, or be None or 'all', got {names!r}.")
     for name in wanted:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1)

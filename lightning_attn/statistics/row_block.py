@@ -49,6 +49,7 @@ class RowBlock:
         sink_logits_H1: one more logit per head, whose weight goes nowhere.
         first_key: the first key that any query of the sequence sees: its number, or (B, H, 1); broadcasts.
         without_key_BH1: a key of each sequence and head that is hidden as well.
+        are_weights: whether the logits are logarithms of weights, which are not to be divided by anything.
         workspace: what the logits were computed in.
     """
 
@@ -61,6 +62,7 @@ class RowBlock:
         sink_logits_H1: Tensor | None,
         first_key: int | Tensor,
         without_key_BH1: Tensor | None,
+        are_weights: bool,
         workspace: Workspace,
     ) -> None:
         self.start = start
@@ -72,6 +74,7 @@ class RowBlock:
         self._sink_logits_H1 = sink_logits_H1
         self.first_key = first_key
         self._without_key_BH1 = without_key_BH1
+        self._are_weights = are_weights
         self._workspace = workspace
         self._kept = None if visible is None else visible[1].float()
         self._logits_BHRM = logits_BHRM
@@ -165,6 +168,8 @@ class RowBlock:
     @cached_property
     def total_BHR(self) -> Tensor:
         """What the exponentials are divided by: their sum, and the exponential of a learned sink logit."""
+        if self._are_weights:
+            return torch.exp(-self.row_max_BHR)
         if self._sink_logits_H1 is None:
             return self.exponential_sum_BHR
         return self.exponential_sum_BHR + torch.exp(self._sink_logits_H1 - self.row_max_BHR)
@@ -307,7 +312,7 @@ class RowBlock:
     @cached_property
     def mass_BHR(self) -> Tensor:
         """Sum of the weights of each row: 1, less where there is a learned sink, and zero in absent rows."""
-        if self._sink_logits_H1 is None:
+        if self._sink_logits_H1 is None and not self._are_weights:
             return self.present_BHR.float()
         return torch.where(self.present_BHR, self.exponential_sum_BHR / self.total_BHR, 0.0)
 

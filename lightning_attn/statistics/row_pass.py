@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.call import AttentionCall, log_of_weights
 from lightning_attn.statistics.row_block import RowBlock, Workspace
 
 #: Size of one of the three buffers of a pass. Small ones stay in a CPU's cache; large ones keep an accelerator busy.
@@ -107,6 +107,11 @@ class RowPass:
         offset = self.call.visibility.causal_offset
         return offset is not None and offset <= 0
 
+    @property
+    def is_without_unit_rows(self) -> bool:
+        """Whether rows may sum to something else than one: beside a learned sink, or as given weights do."""
+        return self.call.sink_logits is not None or self.call.weight_matrix is not None
+
     @cached_property
     def _padding_BHN(self) -> Tensor | None:
         """Queries that are no tokens: in self-attention, those that nobody may see as keys."""
@@ -152,7 +157,9 @@ class RowPass:
         call = self.call
         shape = (call.sequences, call.heads, stop - start, keys)
         logits_BHRM = self._workspace.buffer(0, shape)
-        if call.logit_matrix is not None:
+        if call.weight_matrix is not None:
+            logits_BHRM.copy_(log_of_weights(call.weight_matrix[:, :, start:stop, :keys].float()))
+        elif call.logit_matrix is not None:
             logits_BHRM.copy_(call.logit_matrix[:, :, start:stop, :keys])
         else:
             torch.bmm(
@@ -175,6 +182,7 @@ class RowPass:
             sink_logits_H1=None if call.sink_logits is None else call.sink_logits.float()[:, None],
             first_key=self.first_key,
             without_key_BH1=without_key_BH1,
+            are_weights=call.weight_matrix is not None,
             workspace=self._workspace,
         )
 

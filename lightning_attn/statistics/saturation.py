@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.statistic import RowMean
+from lightning_attn.statistics.statistic import Range, RowMean
 
 
 @register
@@ -14,7 +14,7 @@ class MaxWeight(RowMean):
     r"""Mean over rows of :math:`\max_j p_{ij}`."""
 
     name = "max_weight"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "mean of 1 / m_i"
     reading = "1: every query looks at a single key, through which alone gradients flow."
 

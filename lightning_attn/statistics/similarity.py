@@ -6,7 +6,7 @@ import torch
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.state_statistic import StateStatistic, mean_where_defined
-from lightning_attn.statistics.statistic import Ratio
+from lightning_attn.statistics.statistic import Range, Ratio
 from lightning_attn.statistics.tokens import Tokens
 
 
@@ -19,7 +19,7 @@ class TokenSimilarity(StateStatistic):
     """
 
     name = "token_similarity"
-    range = "−1 / (n − 1) … 1"
+    range = Range("−1 / (n − 1)", 1)
     uniform = "any"
     reading = "1: all tokens that enter point the same way. Watch the trend: trained language models are far from 0."
     source = "Rodríguez Abella et al. 2025, PMLR 267; Chen et al. 2026, arXiv:2510.05554"
@@ -40,7 +40,7 @@ class SimilarityContraction(StateStatistic):
     """
 
     name = "similarity_contraction"
-    range = "−2 … 2"
+    range = Range(-2, 2)
     uniform = "1 − token_similarity; causal: any"
     reading = "Above 0: attention alone brings tokens together; below 0: it tells them apart."
     source = "Chen et al. 2026, arXiv:2510.05554"
@@ -64,7 +64,7 @@ class LeaderDistance(StateStatistic):
     """
 
     name = "leader_distance"
-    range = "0 … 2"
+    range = Range(0, 2)
     uniform = "any; orthogonal tokens: 1 − 1/n"
     reading = "Falling to 0 in the last layers: all tokens have followed the first one, as causal attention alone does."
     source = "Rodríguez Abella et al. 2025, PMLR 267"
@@ -85,7 +85,7 @@ class RankResidual(StateStatistic):
     """
 
     name = "rank_residual"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "any"
     reading = (
         "0: rank collapse, every token has the same state. Read it beside `token_similarity`, which ignores norms."

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowMean, RowStatistic, mean_over_sequences
+from lightning_attn.statistics.statistic import Range, Ratio, RowMean, RowStatistic, mean_over_sequences
 
 #: Importance above which a key is a sink, and the length from which that means anything: uniform causal attention over
 #: nine keys is above it already.
@@ -21,7 +21,7 @@ class SinkStrength(RowMean):
     """Mean weight on the first visible key, by the queries that can see it and are not it."""
 
     name = "sink_strength"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "causal: (H_n − 1) / (n − 1)"
     reading = "Near 1: the head does nothing most of the time, which is common and harmless in trained decoders."
     source = "Gu et al. 2025, arXiv:2410.10781"
@@ -46,7 +46,7 @@ class SinkRate(RowStatistic):
     """
 
     name = "sink_rate"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "0"
     reading = "How often the head has a sink. Compare at one sequence length only."
     source = "Gu et al. 2025, arXiv:2410.10781"

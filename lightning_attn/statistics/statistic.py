@@ -13,6 +13,34 @@ from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
 
 
+class Range(NamedTuple):
+    """Which values are possible; a bound is a number, a formula for people, or ``None`` where there is none.
+
+    >>> str(Range(0, 1)), str(Range(0, None)), str(Range(1, "n"))
+    ('0 … 1', '≥ 0', '1 … n')
+    """
+
+    low: float | str | None
+    high: float | str | None
+
+    def __str__(self) -> str:
+        if self.high is None and self.low is not None:
+            return f"≥ {self._low}"
+        if self.low is None and self.high is not None:
+            return f"≤ {self.high}"
+        return f"{'−∞' if self.low is None else self._low} … {'∞' if self.high is None else self.high}"
+
+    @property
+    def _low(self) -> str:
+        return str(self.low).replace("-", "−")
+
+    @property
+    def numbers(self) -> tuple[float | None, float | None]:
+        """The bounds that are numbers."""
+        low, high = (bound if isinstance(bound, (int, float)) else None for bound in self)
+        return low, high
+
+
 class Ratio(NamedTuple):
     """A weighted mean in two sums, of shape (B, H). Weight zero: the value is absent."""
 
@@ -46,8 +74,8 @@ class Statistic:
     name: ClassVar[str]
     #: ``"1"`` for a pure number, ``"nats"``, …
     unit: ClassVar[str] = "1"
-    #: What values are possible, for people: ``"0 … 1"``.
-    range: ClassVar[str]
+    #: What values are possible: ``Range(0, 1)``.
+    range: ClassVar[Range]
     #: The value of uniform attention under the same visibility, for people.
     uniform: ClassVar[str]
     #: How to read it, in one line.
@@ -60,10 +88,14 @@ class Statistic:
     over_heads: ClassVar[Literal["mean", "max"]] = "mean"
     #: Whether ranks, calls and sequences are joined by a weighted mean or by a maximum.
     joined_by: ClassVar[Literal["mean", "max"]] = "mean"
+    #: Whether it is computed where nobody names the statistics that are wanted.
+    by_default: ClassVar[bool] = True
     #: Faults of the data rather than properties of the attention: of interest only where they are not zero.
     is_fault: ClassVar[bool] = False
     #: Spectral statistics cost many passes, and are taken of fewer sequences.
     is_spectral: ClassVar[bool] = False
+    #: Class attributes that functions and metrics take as arguments.
+    parameters: ClassVar[tuple[str, ...]] = ()
     #: Statistics that compare sequences are shown all of a call's at once; those of two ranks are not compared.
     compares_sequences: ClassVar[bool] = False
 
@@ -80,6 +112,8 @@ class RowStatistic(Statistic, ABC):
 
     #: Whether the values are needed, which are captured only then.
     needs_values: ClassVar[bool] = False
+    #: Whether it is of the logits themselves, which weights tell only up to a constant for each row.
+    needs_logits: ClassVar[bool] = False
 
     def __init__(self, row_pass: RowPass) -> None:
         self.row_pass = row_pass

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.statistic import Ratio, RowStatistic, wide
+from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, wide
 
 #: A row that deviates from uniform weights by less than this part of them is uniform: the rest is rounding.
 _ROUNDING = 1e-6
@@ -56,7 +56,7 @@ class PositionalShare(RowStatistic):
     """
 
     name = "positional_share"
-    range = "≤ 1"
+    range = Range(None, 1)
     uniform = "absent"
     reading = "1: all sequences have the same pattern, by position; 0: it depends on content. Needs two sequences."
     source = "after Cui et al. 2024, arXiv:2402.03902"
@@ -96,7 +96,7 @@ class ToeplitzShare(RowStatistic):
     """
 
     name = "toeplitz_share"
-    range = "≤ 1"
+    range = Range(None, 1)
     uniform = "absent"
     reading = "1: the pattern is one of distances, as that of a previous-token head; 0: it is not. Needs two sequences."
     source = "after Cui et al. 2024, arXiv:2402.03902"

@@ -92,7 +92,7 @@ def _limits(statistic: str, matrix: npt.NDArray[np.float64]) -> tuple[float, flo
     """The same colours at every step where the range is known, so that pictures can be compared."""
     registered = known_statistics().get(statistic)
     present = matrix[~np.isnan(matrix)]
-    if not present.size or (registered is not None and registered.range == "0 … 1"):
+    if not present.size or (registered is not None and registered.range == (0, 1)):
         return 0.0, 1.0
     return min(0.0, float(present.min())), float(present.max())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_attn import AttentionMonitor, AttentionWarning
-from lightning_attn.statistics import RowBlock, RowMean, registry
+from lightning_attn.statistics import Range, RowBlock, RowMean, registry
 
 
 def depth() -> int:
@@ -190,7 +190,7 @@ class Broken(RowMean):
     """A statistic with a fault."""
 
     name = "broken"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "0"
     reading = "none"
 

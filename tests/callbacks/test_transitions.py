@@ -13,14 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_attn import AttentionMonitor, Snapshot
 from lightning_attn.callbacks import session
-from lightning_attn.statistics import RowBlock, RowMean, known_statistics, registry
+from lightning_attn.statistics import Range, RowBlock, RowMean, known_statistics, registry
 
 Course = Callable[[int], tuple[float, ...]]
 
 
 class MadeUp(RowMean):
     name = "positional_share"
-    range, uniform, reading = "≤ 1", "absent", "1: by position; 0: by content."
+    range, uniform, reading = Range(None, 1), "absent", "1: by position; 0: by content."
 
     def values(self, rows: RowBlock) -> torch.Tensor:
         return rows.square_sum_BHR

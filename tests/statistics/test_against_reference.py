@@ -47,9 +47,12 @@ def assert_equals_reference(call: AttentionCall) -> None:
     largest = visible[np.isfinite(visible)].max(initial=0)
     for name, got in values(call).items():
         expected = reference.head_values(name, heads)
+        tolerance = reference.TOLERANCES.get(name)
         relative = 1e-3 if OF_ROWS[name].is_spectral else max(1e-5, 1e-7 * largest)
         absolute = RESOLUTION
-        if name in ("max_logit", "logit_std"):
+        if tolerance is not None:
+            relative, absolute = tolerance.relative, tolerance.absolute
+        elif name in ("max_logit", "logit_std"):
             # Logits are sums of products, which may cancel: they are as exact as the largest of them.
             absolute *= max(1, largest)
         elif name in ("spectral_gap", "consensus_rate"):
@@ -103,6 +106,8 @@ def _is_undecided(name: str, sequences: list[reference.Head]) -> bool:
             > 1e-4
             for head in sequences
         )
+    if name in reference.TOLERANCES:
+        return reference.TOLERANCES[name].is_undecided(sequences)
     # Beside a sink logit there may be weights, or squares of weights, that single precision does not hold.
     if name == "position_concentration":
         return sum(head.weights.sum() for head in sequences) < 1e-30

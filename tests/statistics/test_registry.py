@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_attn import AttentionObserver
 from lightning_attn.statistics import (
+    Range,
     Ratio,
     RowBlock,
     RowMean,
@@ -49,8 +50,12 @@ def test_the_statistics_of_the_package_in_alphabetical_order() -> None:
     assert set(known) >= set(NAMES)
 
 
-def test_none_means_all() -> None:
-    assert resolve(None) == tuple(known_statistics().values())
+def test_none_means_those_by_default() -> None:
+    assert resolve(None) == tuple(statistic for statistic in known_statistics().values() if statistic.by_default)
+
+
+def test_all_means_all() -> None:
+    assert resolve("all") == tuple(known_statistics().values())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_names_are_resolved(asked: str | list[str], expected: list[str]) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_a_statistic_says_what_it_is(name: str) -> None:
     statistic = known_statistics()[name]
-    assert all((statistic.unit, statistic.range, statistic.uniform, statistic.reading, statistic.__doc__))
+    assert all((statistic.unit, str(statistic.range), statistic.uniform, statistic.reading, statistic.__doc__))
     assert statistic.over_heads in ("mean", "max")
     assert statistic.joined_by in ("mean", "max")
     assert statistic.per in ("head", "site")
@@ -91,7 +96,7 @@ def test_a_name_that_is_like_none_is_refused_without_a_guess() -> None:
 
 @pytest.mark.parametrize("nothing", [[], ()])
 def test_no_name_is_refused(nothing: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name at least one statistic or be None, got"):
+    with pytest.raises(ValueError, match="must name at least one statistic, or be None or 'all', got"):
         resolve(nothing)
 
 
@@ -108,7 +113,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class _SecondWeight(RowMean):
     name = "second_weight"
-    range = "0 … 1"
+    range = Range(0, 1)
     uniform = "mean of 1 / m_i"
     reading = "Mean weight of the key that comes second."
 
@@ -161,7 +166,7 @@ def test_a_statistic_without_a_result_cannot_be_made() -> None:
 
 class _Norm(StateStatistic):
     name = "norm"
-    range = "≥ 0"
+    range = Range(0, None)
     uniform = "any"
     reading = "Mean square of the states that leave."
 

@@ -31,7 +31,7 @@ def a_call(visibility: Visibility, keys: int = N, **fields: Any) -> AttentionCal
 
 
 def values(call: AttentionCall, block_bytes: int | None = None) -> dict[str, Tensor]:
-    return {name: sums.or_nan for name, sums in measure(call, resolve(None), block_bytes=block_bytes).items()}
+    return {name: sums.or_nan for name, sums in measure(call, resolve("all"), block_bytes=block_bytes).items()}
 
 
 def _masks(*shape: int) -> Tensor:
@@ -85,15 +85,15 @@ def test_blocks_of_any_size_give_the_same(name: str, block_bytes: int) -> None:
 def test_heads_and_sequences_do_not_meet(name: str) -> None:
     """Heads that are measured alone have the values they have among others; so have sequences, whose sums add."""
     call = CALLS[name]()
-    together = measure(call, resolve(None))
+    together = measure(call, resolve("all"))
     for head in range(call.key.shape[1]):
         of_group = slice(head * call.group, (head + 1) * call.group)
-        alone = measure(call.select(key_heads=slice(head, head + 1)), resolve(None))
+        alone = measure(call.select(key_heads=slice(head, head + 1)), resolve("all"))
         for statistic, sums in alone.items():
             torch.testing.assert_close(
                 tuple(sums), tuple(s[of_group] for s in together[statistic]), rtol=1e-4, atol=1e-6
             )
-    apart = [measure(call.select(slice(b, b + 1)), resolve(None)) for b in range(call.sequences)]
+    apart = [measure(call.select(slice(b, b + 1)), resolve("all")) for b in range(call.sequences)]
     for statistic, sums in together.items():
         if known_statistics()[statistic].compares_sequences:
             continue
@@ -163,7 +163,7 @@ def test_memory_is_bounded_at_a_length_of_4096() -> None:
     n, block_bytes = 4096, 2**20
     left_padding = (torch.arange(n) >= 100)[None, None, None]
     with allocations() as counted:
-        measure(long_attention(n, Visibility(0, mask=left_padding)), resolve(None), block_bytes=block_bytes)
+        measure(long_attention(n, Visibility(0, mask=left_padding)), resolve("all"), block_bytes=block_bytes)
     # A full matrix has 64 MiB. A pass has three blocks, and a few short-lived tensors of that size beside them; the
     # subspace of the spectral statistics has some hundred vectors twice.
     subspace = 4 * n * 128
