@@ -10,7 +10,7 @@ TIMM_VENV  := .venv-timm
 TIMM_READY := $(TIMM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-timm test-all check clean
+.PHONY: help demo docs test test-slow test-timm test-all check clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
@@ -19,6 +19,9 @@ help: ## list these commands
 
 demo: $(READY) ## train a language model and a vision transformer, watched; prints what was found (two minutes)
 	$(BIN)/python examples/demo.py
+
+docs: $(READY) ## write what is made of the statistics' own words: docs/statistics.md, the README's table, stubs
+	$(BIN)/python docs/generate.py
 
 # Test it
 

@@ -6,19 +6,15 @@ A case is a function that both ranks run; what it returns on each rank is looked
 from __future__ import annotations
 
 import math
-import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
+from two_ranks import on_two_ranks
 
 from lightning_attn import AttentionCall, AttentionWarning
 from lightning_attn.callbacks.budget import TimeBudget
@@ -31,7 +27,6 @@ from lightning_attn.statistics.statistic import Maximum, Ratio
 CPU = torch.device("cpu")
 STATISTICS = resolve(["entropy", "max_logit"])
 FIRST, STEADY = ["MAX", "gather", "MAX", "SUM"], ["MAX", "SUM"]
-SECONDS = 60
 
 
 def sums(entropies: list[float], logits: list[float], weight: float = 1.0) -> Sums:
@@ -274,32 +269,10 @@ def size_of_the_world(rank: int) -> Any:
     return world_size()
 
 
-def _run_all_cases(rank: int, address: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS / 2)
-    )
-    results = {name: function(rank) for name, function in CASES.items()}
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """What each case returned on the two ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    ranks = multiprocessing.spawn(_run_all_cases, args=(address, str(folder)), nprocs=2, join=False)
-    end = time.monotonic() + SECONDS
-    while not ranks.join(timeout=1):  # raises what a rank raised
-        if time.monotonic() > end:
-            for process in ranks.processes:
-                process.kill()
-            pytest.fail(f"The ranks did not finish in {SECONDS} s: they wait for each other.")
-    first, second = (torch.load(folder / f"{rank}.pt") for rank in (0, 1))
-    return {name: (first[name], second[name]) for name in CASES}
+    return on_two_ranks(CASES, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture

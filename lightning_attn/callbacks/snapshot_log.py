@@ -9,7 +9,7 @@ from lightning_attn.callbacks.loggers import has_tensorboard, log_heat_maps, log
 from lightning_attn.callbacks.notices import Notices
 from lightning_attn.history import History
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.tensorboard import scalar_layout, transitions_table
+from lightning_attn.tensorboard import scalar_layout, statistics_table, transitions_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -20,7 +20,7 @@ MAX_TAGS = 250
 
 
 class SnapshotLog:
-    """Scalars with every snapshot, a layout for them with the first, heat maps and new transitions at times.
+    """Scalars with every snapshot, a layout and a key to them with the first, heat maps and new transitions at times.
 
     Args:
         prefix: what all tags begin with.
@@ -33,6 +33,7 @@ class SnapshotLog:
         self._heat_map_every_n_steps = heat_map_every_n_steps
         self._notices = notices
         self._transitions: dict[tuple[str, int], str] = {}
+        self._explained: tuple[str, ...] = ()
         #: The step of the last heat maps.
         self.last_heat_map: int | None = None
 
@@ -40,6 +41,7 @@ class SnapshotLog:
         """Begin a run."""
         self.last_heat_map = None
         self._transitions = {}
+        self._explained = ()
 
     def write(self, trainer: pl.Trainer, history: History, more: Mapping[str, float]) -> None:
         """Write of the last snapshot what is due.
@@ -54,6 +56,9 @@ class SnapshotLog:
         log_scalars(trainer, tagged | {f"{self._prefix}/{name}": more[name] for name in more}, snapshot.step)
         if has_tensorboard(trainer):
             log_layout(trainer, scalar_layout(tagged, self._prefix))
+            if snapshot.statistics != self._explained:
+                self._explained = snapshot.statistics
+                log_text(trainer, f"{self._prefix}_statistics", statistics_table(self._explained), snapshot.step)
         if self._heat_map_every_n_steps is None:
             return
         if self.last_heat_map is None or snapshot.step - self.last_heat_map >= self._heat_map_every_n_steps:

@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,9 +24,13 @@ def unhidden_by(bias: Tensor) -> Tensor:
     return (bias <= HIDING_PENALTY).logical_not()
 
 
+#: What stands for the logarithm of a weight of zero: that of the smallest normal number.
+LOG_OF_NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
+
+
 def log_of_weights(weights: Tensor) -> Tensor:
-    """Logits whose exponentials are given weights; a weight of zero is taken for the smallest that numbers hold."""
-    return weights.clamp(min=torch.finfo(torch.float32).tiny).log()
+    """Logits whose exponentials are given weights."""
+    return weights.log().clamp(min=LOG_OF_NO_WEIGHT)
 
 
 class Rule(Protocol):

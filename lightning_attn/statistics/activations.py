@@ -20,8 +20,10 @@ class MassiveActivation(StateStatistic):
     """
 
     name = "massive_activation"
+    lens = "Sinks"
     range = Range(1, None)
     uniform = "any"
+    example = 2.0
     reading = "Above 1000: massive activations, common in trained decoders that have sinks, and hard on low precision."
     source = "Sun et al. 2024, arXiv:2402.17762"
     over_heads = "max"

@@ -18,8 +18,10 @@ class MarginalGap(RowStatistic):
     """
 
     name = "marginal_gap"
+    lens = "Transport"
     range = Range(0, 1)
     uniform = "0"
+    example = 0.0
     reading = "0: keys receive as much as under uniform attention; near 1: few keys receive all. Distance from balance."
     source = "Sander et al. 2022, arXiv:2110.11773"
 

@@ -23,8 +23,10 @@ class ConsensusRate(RowStatistic):
     """
 
     name = "consensus_rate"
+    lens = "Consensus"
     range = Range(0, 1)
     uniform = "1; causal: 1/2"
+    example = 0.5
     reading = (
         "1: one step of this head makes all tokens equal; 0: some token never listens to the others. "
         "To 0.01 where heads look ahead at more than 128 tokens; absent in heads that are nearly causal."

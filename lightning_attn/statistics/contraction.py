@@ -13,6 +13,9 @@ from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean
 #: What the largest value of a head is scaled to: their ratio does not depend on it.
 _LARGE = 2.0**24
 
+#: By so much given weights of single precision may miss one in their sum: far from zero, values would show it.
+_ROUNDING = 1e-6
+
 
 @register
 class ValueContraction(RowStatistic):
@@ -23,8 +26,10 @@ class ValueContraction(RowStatistic):
     """
 
     name = "value_contraction"
+    lens = "Consensus"
     range = Range(0, None)
     uniform = "0; causal: 0.21 at n = 64, of random values"
+    example = 0.2115
     reading = "0: the head makes all tokens alike in one step; 1: it keeps them as far apart as they were."
     source = "Rodríguez Abella et al. 2025 (ICML)"
     needs_values = True
@@ -70,6 +75,7 @@ class ValueContraction(RowStatistic):
         output_BHRE = rows.applied_to(self._value_BKME).to(self._sum_BHE.dtype)
         if self.row_pass.is_without_unit_rows:  # what rows lack to one, they lack of the mean
             lack_BHR = (1 - rows.mass_BHR) * rows.present_BHR
+            lack_BHR = torch.where(lack_BHR.abs() > _ROUNDING, lack_BHR, 0.0)
             output_BHRE -= lack_BHR[..., None] * self._mean_BH1E
         self._sum_BHE += output_BHRE.sum(-2)
         self._square_sum_BH += output_BHRE.square().sum((-2, -1))

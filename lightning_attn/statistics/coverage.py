@@ -17,9 +17,12 @@ class HiddenRowShare(RowMean):
     """
 
     name = "hidden_row_share"
+    lens = "Coverage"
     range = Range(0, 1)
     uniform = "0"
+    example = 0.0
     reading = "Queries that may look at nothing; what they return depends on the kernel."
+    source = "a definition of this package"
     over_heads = "max"
     is_fault = True
 

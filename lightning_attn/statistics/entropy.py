@@ -16,8 +16,10 @@ class Entropy(RowMean):
     r"""Mean over rows of :math:`H_i / \log m_i`, with :math:`H_i = -\sum_j p_{ij} \log p_{ij}`."""
 
     name = "entropy"
+    lens = "Entropy and logits"
     range = Range(0, 1)
     uniform = "1"
+    example = 1.0
     reading = (
         "1: looks everywhere alike; 0: looks at one key. Falling towards 0 together with growing logits is collapse."
     )
@@ -33,10 +35,13 @@ class KLToUniform(RowMean):
     r"""Mean over rows of :math:`\log m_i - H_i`, the divergence from uniform weights."""
 
     name = "kl_to_uniform"
+    lens = "Entropy and logits"
     unit = "nats"
     range = Range(0, None)
     uniform = "0"
+    example = 0.0
     reading = "How far the head is from looking everywhere alike."
+    source = "log m_i without the entropy of Zhai et al. 2023, arXiv:2303.06296"
 
     def values(self, rows: RowBlock) -> Tensor:
         """Divergence of each row."""
@@ -51,9 +56,12 @@ class EntropyWithoutSink(RowStatistic):
     """
 
     name = "entropy_without_sink"
+    lens = "Entropy and logits"
     range = Range(0, 1)
     uniform = "1"
+    example = 1.0
     reading = "The entropy that matters in decoders, where healthy heads park weight on a sink."
+    source = "Zhai et al. 2023, arXiv:2303.06296, without the sinks of Xiao et al. 2024, arXiv:2309.17453"
 
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)

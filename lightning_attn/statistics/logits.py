@@ -16,8 +16,10 @@ class MaxLogit(RowStatistic):
     """The largest visible logit: after scale, soft-cap and bias."""
 
     name = "max_logit"
+    lens = "Entropy and logits"
     range = Range(None, None)
     uniform = "any"
+    example = 0.0
     reading = (
         "Grows without end in runs that stall or diverge. 100 is where QK-clip acts; a healthy 3B model reached 318."
     )
@@ -49,9 +51,12 @@ class LogitStd(RowMean):
     """
 
     name = "logit_std"
+    lens = "Entropy and logits"
     range = Range(0, None)
     uniform = "0"
+    example = 0.0
     reading = "The effective inverse temperature. Its going on growing tells a ruined run before the loss does."
+    source = "growth of logits: Wortsman et al. 2023, arXiv:2309.14322; their spread: a definition of this package"
     over_heads = "max"
 
     def values(self, rows: RowBlock) -> Tensor:
@@ -64,9 +69,12 @@ class NonFiniteShare(RowMean):
     """Share of rows with a visible logit that is infinite or NaN. Such rows are in no other statistic."""
 
     name = "non_finite_share"
+    lens = "Coverage"
     range = Range(0, 1)
     uniform = "0"
+    example = 0.0
     reading = "Anything but 0 is a fault: an overflow, or a NaN that came from before."
+    source = "a definition of this package"
     over_heads = "max"
     is_fault = True
 

@@ -69,6 +69,16 @@ class Sums(Mapping[str, Ratio | Maximum]):
             torch.maximum(self.maxima_XH, other.maxima_XH),
         )
 
+    def among(self, statistics: Sequence[type[Statistic]]) -> Sums:
+        """The sums of more statistics, of which those that are not among these saw nothing."""
+        sums = Sums.nothing(statistics, self.heads, self.ratios_S2H.device)
+        for name, found in self.items():
+            if isinstance(found, Maximum):
+                sums.maxima_XH[sums._maxima.index(name)] = found.value
+            else:
+                sums.ratios_S2H[sums._means.index(name)] = torch.stack(list(found))
+        return sums
+
     @classmethod
     def side_by_side(cls, parts: Sequence[Sums]) -> Sums:
         """The sums of several heads, or groups of them, as those of one site."""

@@ -20,8 +20,10 @@ class StableRank(RowStatistic):
     r"""Stable rank :math:`\|A\|_F^2 / \|A\|_2^2`, averaged over sequences."""
 
     name = "stable_rank"
+    lens = "Rank"
     range = Range(1, "n")
     uniform = "1; causal: H_n / σ₁², 1.858 at n = 64"
+    example = 1.8581
     reading = "1 for a sink and for uniform attention alike, n for the identity: read it beside the entropy."
     source = "Nait Saada et al. 2025, arXiv:2410.07799"
     is_spectral = True
@@ -51,8 +53,10 @@ class SpectralGap(RowStatistic):
     """
 
     name = "spectral_gap"
+    lens = "Rank"
     range = Range(0, 1)
     uniform = "1; causal: 0.366 at n = 64"
+    example = 0.36557
     reading = "1: the head has one direction only, as a sink and uniform attention do; 0: there is a second as strong."
     source = "Nait Saada et al. 2025, arXiv:2410.07799"
     is_spectral = True

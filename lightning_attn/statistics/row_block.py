@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.call import LOG_OF_NO_WEIGHT
+
 #: Stands for the logit of a hidden key: finite, so that zero weight times it is zero, and below every real logit.
 _HIDDEN = -1e30
 #: Smaller gaps are taken for this one. Its exponential is the smallest normal number: less than that is nothing beside
@@ -192,8 +194,10 @@ class RowBlock:
 
     @cached_property
     def present_BHR(self) -> Tensor:
-        """Rows that have a distribution: a visible key, finite logits, no padding."""
+        """Rows that have a distribution: a visible key, finite logits, no padding, weights that are not all zero."""
         present_BHR = self.finite_BHR & (self.visible_count_BHR >= 1)
+        if self._are_weights:
+            present_BHR = present_BHR & (self.row_max_BHR > LOG_OF_NO_WEIGHT)
         return present_BHR if self._padding_BHR is None else present_BHR & self.queries_BHR
 
     @cached_property

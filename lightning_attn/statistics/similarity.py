@@ -19,8 +19,10 @@ class TokenSimilarity(StateStatistic):
     """
 
     name = "token_similarity"
+    lens = "Consensus"
     range = Range("−1 / (n − 1)", 1)
     uniform = "any"
+    example = 0.98507
     reading = "1: all tokens that enter point the same way. Watch the trend: trained language models are far from 0."
     source = "Rodríguez Abella et al. 2025, PMLR 267; Chen et al. 2026, arXiv:2510.05554"
 
@@ -40,8 +42,10 @@ class SimilarityContraction(StateStatistic):
     """
 
     name = "similarity_contraction"
+    lens = "Consensus"
     range = Range(-2, 2)
     uniform = "1 − token_similarity; causal: any"
+    example = 0.0
     reading = "Above 0: attention alone brings tokens together; below 0: it tells them apart."
     source = "Chen et al. 2026, arXiv:2510.05554"
 
@@ -64,8 +68,10 @@ class LeaderDistance(StateStatistic):
     """
 
     name = "leader_distance"
+    lens = "Consensus"
     range = Range(0, 2)
     uniform = "any; orthogonal tokens: 1 − 1/n"
+    example = 0.014692
     reading = "Falling to 0 in the last layers: all tokens have followed the first one, as causal attention alone does."
     source = "Rodríguez Abella et al. 2025, PMLR 267"
 
@@ -85,8 +91,10 @@ class RankResidual(StateStatistic):
     """
 
     name = "rank_residual"
+    lens = "Rank"
     range = Range(0, 1)
     uniform = "any"
+    example = 0.12121
     reading = (
         "0: rank collapse, every token has the same state. Read it beside `token_similarity`, which ignores norms."
     )

@@ -21,8 +21,10 @@ class SinkStrength(RowMean):
     """Mean weight on the first visible key, by the queries that can see it and are not it."""
 
     name = "sink_strength"
+    lens = "Sinks"
     range = Range(0, 1)
     uniform = "causal: (H_n − 1) / (n − 1)"
+    example = 0.059427
     reading = "Near 1: the head does nothing most of the time, which is common and harmless in trained decoders."
     source = "Gu et al. 2025, arXiv:2410.10781"
 
@@ -46,8 +48,10 @@ class SinkRate(RowStatistic):
     """
 
     name = "sink_rate"
+    lens = "Sinks"
     range = Range(0, 1)
     uniform = "0"
+    example = 0.0
     reading = "How often the head has a sink. Compare at one sequence length only."
     source = "Gu et al. 2025, arXiv:2410.10781"
 

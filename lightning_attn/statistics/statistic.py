@@ -82,6 +82,10 @@ class Statistic:
     reading: ClassVar[str]
     #: Where the definition comes from.
     source: ClassVar[str] = ""
+    #: Under which heading it is listed, one of `lightning_attn.statistics.description.LENSES`.
+    lens: ClassVar[str] = "Others"
+    #: Its value of the example in its description (`lightning_attn.statistics.description`), for people.
+    example: ClassVar[float | None] = None
     #: Whether every head has a number of its own, or the site as a whole has one.
     per: ClassVar[Literal["head", "site"]] = "head"
     #: How the heads of a site become one number.

@@ -56,6 +56,7 @@ class PositionalShare(RowStatistic):
     """
 
     name = "positional_share"
+    lens = "Position"
     range = Range(None, 1)
     uniform = "absent"
     reading = "1: all sequences have the same pattern, by position; 0: it depends on content. Needs two sequences."
@@ -96,6 +97,7 @@ class ToeplitzShare(RowStatistic):
     """
 
     name = "toeplitz_share"
+    lens = "Position"
     range = Range(None, 1)
     uniform = "absent"
     reading = "1: the pattern is one of distances, as that of a previous-token head; 0: it is not. Needs two sequences."

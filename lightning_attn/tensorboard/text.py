@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from lightning_attn.statistics.description import table
+from lightning_attn.statistics.registry import known_statistics
 from lightning_attn.transition import Transition
 
 _DIRECTIONS = {"positional_to_semantic": "positional → semantic", "semantic_to_positional": "semantic → positional"}
+
+
+def statistics_table(names: Iterable[str]) -> str:
+    """What statistics are and how to read them.
+
+    Args:
+        names: the statistics; those that are not registered are left out.
+    """
+    known = known_statistics()
+    return table(known[name] for name in names if name in known)
 
 
 def transitions_table(transitions: Mapping[tuple[str, int], Transition | None]) -> str:

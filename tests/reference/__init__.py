@@ -17,6 +17,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"reference.{_module.name}")
 
 from reference.lenses import deviations, second_eigenvalue  # noqa: E402
+from reference.undecided import contrast, is_undecided  # noqa: E402
 
 __all__ = [
     "OF_SEQUENCES",
@@ -24,8 +25,10 @@ __all__ = [
     "TOLERANCES",
     "Head",
     "Tolerance",
+    "contrast",
     "deviations",
     "head_values",
     "heads",
+    "is_undecided",
     "second_eigenvalue",
 ]

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference
-import scipy.linalg
 import torch
-from hypothesis import HealthCheck, given, settings
+from drawn_calls import KINDS, calls, distance, exact_every_time
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,14 +26,6 @@ OF_ROWS = {name: statistic for name, statistic in known_statistics().items() if 
 #: The sums of float32 exponentials are near 1, where float32 has this resolution. A value near zero, such as the
 #: entropy of a collapsed head, cannot be more exact than that.
 RESOLUTION = 2 * torch.finfo(torch.float32).eps
-
-exact_every_time = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=15,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 
 def values(call: AttentionCall, **options: int | None) -> dict[str, list[float]]:
@@ -62,218 +54,11 @@ def assert_equals_reference(call: AttentionCall) -> None:
         for number, sequences in enumerate(heads):
             if name in ("positional_share", "toeplitz_share"):
                 # A difference of numbers near 1, of patterns that are as exact as weights are beside what they differ.
-                absolute = relative + RESOLUTION / max(_contrast(name, sequences), 1e-6)
-            if not _is_undecided(name, sequences):
+                absolute = relative + RESOLUTION / max(reference.contrast(name, sequences), 1e-6)
+            if not reference.is_undecided(name, sequences):
                 assert got[number] == pytest.approx(expected[number], rel=relative, abs=absolute, nan_ok=True), (
                     f"{name} of head {number}: {got} instead of {expected}, largest logit {largest:.4g}"
                 )
-
-
-def _contrast(name: str, sequences: list[reference.Head]) -> float:
-    """How much the weights that are compared differ from uniform ones, relative to these."""
-    if name == "toeplitz_share":
-        sequences = [head.without_first_key for head in sequences]
-    squares = uniform = 0.0
-    for row in range(len(sequences[0].visible) if sequences else 0):
-        present = [head for head in sequences if row in head.rows]
-        if len(present) >= 2 or name == "toeplitz_share":
-            squares += sum((reference.deviations(head)[row] ** 2).sum() for head in present)
-            uniform += sum((head.uniform[row] ** 2).sum() for head in present)
-    return float(np.sqrt(squares / max(1e-30, uniform)))
-
-
-def _condition(matrix: np.ndarray) -> float:
-    """By how much the second eigenvalue moves at most, relative to a change of the matrix."""
-    values, left, right = scipy.linalg.eig(matrix, left=True)
-    second = np.argsort(-np.abs(values))[1]
-    return float(1 / max(1e-300, abs(left[:, second].conj() @ right[:, second])))
-
-
-def _is_undecided(name: str, sequences: list[reference.Head]) -> bool:
-    """Whether rounding decides: two keys that receive as much, a sink of exactly the threshold, eigenvalues that a
-    change of the sixth digit moves."""
-    if name == "entropy_without_sink":
-        received = [sorted(head.received) for head in sequences]
-        return any(len(r) > 1 and (r[-2] > r[-1] * (1 - 1e-4) or r[-1] < 1e-30) for r in received)
-    if name == "consensus_rate":
-        if any(head.is_square and len(head.weights) > 1 and _condition(head.weights) > 1e3 for head in sequences):
-            return True
-        noise = 1 + 1e-6 * np.random.default_rng(0).standard_normal(sequences[0].weights.shape) if sequences else 1
-        return any(
-            head.is_square
-            and len(head.weights) > 1
-            and abs(reference.second_eigenvalue(head.weights) - reference.second_eigenvalue(head.weights * noise))
-            > 1e-4
-            for head in sequences
-        )
-    if name in reference.TOLERANCES:
-        return reference.TOLERANCES[name].is_undecided(sequences)
-    # Beside a sink logit there may be weights, or squares of weights, that single precision does not hold.
-    if name == "position_concentration":
-        return sum(head.weights.sum() for head in sequences) < 1e-30
-    if name in ("stable_rank", "spectral_gap"):
-        return any(0 < head.weights.max(initial=0) < 1e-17 for head in sequences)
-    if name in ("positional_share", "toeplitz_share"):  # a pattern that is hardly more than rounding
-        return 0 < _contrast(name, sequences) < 1e-5
-    if name == "sink_rate":
-        first_key = [
-            head.weights[head.visible[:, head.seen_keys[0]], head.seen_keys[0]] for head in sequences if head.rows
-        ]
-        return any(abs(weights.mean() - 0.3) < 1e-5 for weights in first_key)
-    return False
-
-
-# Visibility, by name. Each function gets a source of random numbers and (B, H, N, M).
-
-Shape = tuple[int, int, int, int]
-KINDS: dict[str, Callable[[torch.Generator, Shape], Visibility]] = {}
-
-
-def kind(function: Callable[[torch.Generator, Shape], Visibility]) -> Callable[[torch.Generator, Shape], Visibility]:
-    KINDS[function.__name__] = function
-    return function
-
-
-def _uniform(random: torch.Generator, *shape: int) -> Tensor:
-    return torch.rand(*shape, generator=random)
-
-
-def _distance(queries: int, keys: int) -> Tensor:
-    return torch.arange(queries)[:, None] - torch.arange(keys)
-
-
-@kind
-def everything(random: torch.Generator, shape: Shape) -> Visibility:
-    return Visibility()
-
-
-@kind
-def causal_from_the_first_key(random: torch.Generator, shape: Shape) -> Visibility:
-    return Visibility(causal_offset=0)
-
-
-@kind
-def causal_to_the_last_key(random: torch.Generator, shape: Shape) -> Visibility:
-    return Visibility(causal_offset=shape[3] - shape[2])
-
-
-@kind
-def boolean_with_hidden_rows(random: torch.Generator, shape: Shape) -> Visibility:
-    per_sequence, per_head = _uniform(random, 2) < 0.5
-    mask = _uniform(random, shape[0] if per_sequence else 1, shape[1] if per_head else 1, *shape[2:]) < 0.6
-    mask[:, :, _uniform(random, shape[2]) < 0.2] = False
-    return Visibility(mask=mask)
-
-
-@kind
-def boolean_and_causal(random: torch.Generator, shape: Shape) -> Visibility:
-    return replace(boolean_with_hidden_rows(random, shape), causal_offset=0)
-
-
-@kind
-def left_padding(random: torch.Generator, shape: Shape) -> Visibility:
-    first = torch.randint(shape[3], (shape[0], 1, 1, 1), generator=random)
-    return Visibility(mask=torch.arange(shape[3]) >= first)
-
-
-@kind
-def right_padding(random: torch.Generator, shape: Shape) -> Visibility:
-    last = torch.randint(shape[3], (shape[0], 1, 1, 1), generator=random)
-    return Visibility(mask=torch.arange(shape[3]) <= last)
-
-
-@kind
-def left_padding_and_causal(random: torch.Generator, shape: Shape) -> Visibility:
-    return replace(left_padding(random, shape), causal_offset=0)
-
-
-@kind
-def right_padding_and_causal(random: torch.Generator, shape: Shape) -> Visibility:
-    return replace(right_padding(random, shape), causal_offset=0)
-
-
-@kind
-def hiding_penalties(random: torch.Generator, shape: Shape) -> Visibility:
-    penalties = torch.tensor([-INF, torch.finfo(torch.float32).min, -65504.0, -1e4, -100.0, 0.0])
-    return Visibility(bias=penalties[torch.randint(6, (shape[0], 1, *shape[2:]), generator=random)])
-
-
-@kind
-def half_precision_penalties(random: torch.Generator, shape: Shape) -> Visibility:
-    dtype = torch.bfloat16 if _uniform(random, 1) < 0.5 else torch.float16
-    hidden = _uniform(random, shape[0], 1, *shape[2:]) < 0.3
-    return Visibility(bias=torch.where(hidden, torch.finfo(dtype).min, 0.0).to(dtype))
-
-
-@kind
-def alibi(random: torch.Generator, shape: Shape) -> Visibility:
-    slopes = 2.0 ** -torch.arange(shape[1])[None, :, None, None]
-    return Visibility(causal_offset=0, bias=-slopes * _distance(*shape[2:]))
-
-
-@kind
-def relative_positions(random: torch.Generator, shape: Shape) -> Visibility:
-    return Visibility(bias=3 * torch.randn(1, *shape[1:], generator=random))
-
-
-@kind
-def sliding_window(random: torch.Generator, shape: Shape) -> Visibility:
-    distance = _distance(*shape[2:])
-    return Visibility(mask=((distance >= 0) & (distance < 4))[None, None])
-
-
-@kind
-def documents(random: torch.Generator, shape: Shape) -> Visibility:
-    document = torch.randint(4, (shape[0], max(shape[2:])), generator=random).sort(dim=1).values
-    mask = (document[:, : shape[2], None] == document[:, None, : shape[3]])[:, None]
-    return Visibility(causal_offset=0 if _uniform(random, 1) < 0.5 else None, mask=mask)
-
-
-@st.composite
-def calls(draw: st.DrawFn, visibility: Callable[[torch.Generator, Shape], Visibility]) -> AttentionCall:
-    """An attention call whose largest product is about a given number."""
-    sequences, key_heads, group = (draw(st.integers(1, 3), label=name) for name in ("B", "key heads", "group"))
-    queries, keys = draw(st.integers(1, 18), label="queries"), draw(st.integers(1, 18), label="keys")
-    width = draw(st.integers(1, 16), label="width")
-    self_attention = draw(st.booleans(), label="self-attention")
-    keys = queries if self_attention else keys
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    largest = draw(st.sampled_from([0.0, 0.01, 1.0, 10.0, 100.0, 500.0]), label="largest product")
-    # A sink logit far above all others leaves weights that float32 cannot square; that has a test of its own.
-    has_sink_logits = largest <= 10 and draw(st.booleans(), label="sink logits")
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32), label="seed"))
-    heads = key_heads * group
-    query = torch.randn(sequences, heads, queries, width, generator=random)
-    key = torch.randn(sequences, key_heads, keys, width, generator=random)
-    products = query @ key.repeat_interleave(group, dim=1).mT / math.sqrt(width)
-    return AttentionCall(
-        site="attention",
-        query=(query * largest / products.abs().max()).to(dtype),
-        key=key.to(dtype),
-        value=_values(draw, random, (sequences, key_heads, heads, keys), dtype, has_sink_logits),
-        scale=1 / math.sqrt(width),
-        visibility=visibility(random, (sequences, heads, queries, keys)),
-        self_attention=self_attention,
-        soft_cap=draw(st.sampled_from([None, None, 5.0, 50.0]), label="soft cap"),
-        sink_logits=torch.randn(heads, generator=random) if has_sink_logits else None,
-    )
-
-
-def _values(
-    draw: st.DrawFn,
-    random: torch.Generator,
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    has_sink_logits: bool,
-) -> Tensor | None:
-    """Values of as many heads as there are keys' or queries', or of one, far from zero or not; or none."""
-    sequences, key_heads, heads, keys = shape
-    count = draw(st.sampled_from([None, 1, key_heads, heads]), label="value heads")
-    if count is None:
-        return None
-    # Rows that sum to less than one, by a number of single precision, give as much less of the mean.
-    centre = draw(st.sampled_from([0.0, 1.0 if has_sink_logits else 100.0]), label="mean of values")
-    return (torch.randn(sequences, count, keys, 3, generator=random) + centre).to(dtype)
 
 
 def test_every_statistic_has_a_reference() -> None:
@@ -525,7 +310,7 @@ def test_stable_rank_of_a_noisy_permutation(peak: float) -> None:
 @pytest.mark.parametrize("size", [0, 3])
 @pytest.mark.parametrize("width", [2, 3, 16])
 def test_stable_rank_of_a_window(width: int, size: float, causal: bool) -> None:
-    assert_stable_rank(of_logits(size * torch.randn(300, 300), causal, mask=_distance(300, 300).abs() < width))
+    assert_stable_rank(of_logits(size * torch.randn(300, 300), causal, mask=distance(300, 300).abs() < width))
 
 
 @everything_or_causal
@@ -567,4 +352,4 @@ def test_stable_rank_of_uniform_attention(n: int) -> None:
 def test_stable_rank_of_a_long_sequence() -> None:
     n = 700
     assert_stable_rank(of_logits(torch.randn(n, n), causal=True))
-    assert_stable_rank(of_logits(torch.zeros(n, n), mask=_distance(n, n).abs() < 3))
+    assert_stable_rank(of_logits(torch.zeros(n, n), mask=distance(n, n).abs() < 3))

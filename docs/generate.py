@@ -1,0 +1,200 @@
+"""Writes what is told of statistics outside the code: `python docs/generate.py`.
+
+Of the registry are made: the page docs/statistics.md, the table in the README, and the stubs of
+`lightning_attn.functional` and `lightning_attn.metrics`, from which editors and type checkers know the functions and
+metrics that are made when they are asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+
+from lightning_attn import functional, metrics
+from lightning_attn.functional.statistic_function import function_of
+from lightning_attn.statistics import Statistic, known_statistics
+from lightning_attn.statistics.description import (
+    LENSES,
+    function_name,
+    metric_name,
+    range_and_unit,
+    table,
+)
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+HEADER = "| name | range | uniform attention | how to read it |\n"
+
+#: Statistics of the package; those that somebody else has registered are not its to describe.
+OWN = {
+    name: statistic
+    for name, statistic in known_statistics().items()
+    if statistic.__module__.startswith("lightning_attn.")
+}
+
+
+def pages() -> dict[Path, str]:
+    """What each file must hold."""
+    package = ROOT / "lightning_attn"
+    return {
+        ROOT / "docs" / "statistics.md": statistics_page(),
+        README: readme(README.read_text()),
+        package / "functional" / "__init__.pyi": functional_stub(),
+        package / "metrics" / "__init__.pyi": metrics_stub(),
+    }
+
+
+def readme(text: str) -> str:
+    """The README with the table of the statistics that a monitor computes by default."""
+    before, rest = text.split(HEADER)
+    _, after = rest.split("\n\n", 1)
+    by_default = [statistic for statistic in OWN.values() if statistic.by_default]
+    return f"{before}{table(by_default)}\n\n{after}"
+
+
+def statistics_page() -> str:
+    """All statistics by lens."""
+    parts = [
+        "# Statistics",
+        "<!-- Written by `make docs` from what is said in the files of lightning_attn/statistics/. -->",
+        INTRODUCTION,
+    ]
+    for lens, about in LENSES.items():
+        of_lens = [statistic for statistic in OWN.values() if statistic.lens == lens]
+        if of_lens:
+            parts += [f"## {lens}", about, *map(section, of_lens)]
+    return "\n\n".join(parts) + "\n"
+
+
+INTRODUCTION = """\
+Every statistic has a name, by which a monitor is asked for it (`AttentionMonitor(statistics=["entropy", "dobrushin"])`),
+a function of tensors in `lightning_attn.functional`, and a metric of torchmetrics in `lightning_attn.metrics`: three
+ways to one implementation. Those marked with ● are computed where nobody names any; `statistics="all"` asks for every
+one. ◆ marks those that walk many times over whole matrices: a monitor takes them of `spectral_sequences=1` sequence.
+
+`n` is the number of tokens, `m_i` that of the keys that query `i` sees, `H_n` the n-th harmonic number, `σ` a singular
+value. Unless it is said otherwise, means are over rows of all sequences, over the keys that a row may see, of weights
+before dropout. *Uniform* is the value of uniform attention under the same mask; *n = 64* that of uniform causal
+attention over 64 tokens. A value that nothing defines is absent: it has no weight in any mean, and is NaN as the
+result of a function or metric."""
+
+
+def section(statistic: type[Statistic]) -> str:
+    """One statistic."""
+    marks = ("●" if statistic.by_default else "") + ("◆" if statistic.is_spectral else "")
+    facts = [f"range {range_and_unit(statistic)}", f"uniform: {statistic.uniform}"]
+    if statistic.example is not None and statistic.per == "head":
+        facts.append(f"n = 64: {statistic.example:.4g}")
+    needs = {"needs_values": "needs values", "needs_logits": "needs logits"}
+    facts += [text for name, text in needs.items() if getattr(statistic, name, False)]
+    facts += [f"`{name}={getattr(statistic, name)!r}`" for name in statistic.parameters]
+    lines = [
+        f"### `{statistic.name}` {marks}".rstrip(),
+        " · ".join(facts),
+        f"**{statistic.reading}**",
+        markdown(inspect.cleandoc(statistic.__doc__ or "")),
+    ]
+    if statistic.source:
+        lines.append(f"Source: {statistic.source}. ")
+    lines[-1] = lines[-1].rstrip() + f"  \n`functional.{function_name(statistic)}`, `metrics.{metric_name(statistic)}`"
+    return "\n\n".join(lines)
+
+
+def markdown(docstring: str) -> str:
+    """A docstring with its formulas as Markdown has them."""
+    parts = docstring.split(":math:`")
+    text = parts[0]
+    for part in parts[1:]:
+        formula, rest = part.split("`", 1)
+        text += f"${' '.join(formula.split())}${rest}"
+    return text.replace("``", "`")
+
+
+def functional_stub() -> str:
+    """The types of the functions."""
+    lines = [
+        '"""Attention\'s statistics as functions of tensors. Written by `make docs`."""',
+        "from torch import Tensor",
+        "from lightning_attn.capture.call import AttentionCall",
+        "from lightning_attn.functional.statistic_function import OverHeads",
+        *written(functional),
+    ]
+    for statistic in OWN.values():
+        signature = (
+            str(inspect.signature(function_of(statistic)))
+            .replace("'", "")
+            .replace("OverHeads = none", 'OverHeads = "none"')
+        )
+        lines.append(f"def {function_name(statistic)}{signature}:\n{summary(statistic)}")
+    return formatted("\n".join(lines))
+
+
+def metrics_stub() -> str:
+    """The types of the metrics."""
+    lines = [
+        '"""Attention\'s statistics as metrics of torchmetrics. Written by `make docs`."""',
+        "from typing import Any",
+        "from lightning_attn.functional.statistic_function import OverHeads",
+        "from lightning_attn.metrics.statistic_metric import StateStatisticMetric, StatisticMetric",
+        *written(metrics),
+    ]
+    for statistic in OWN.values():
+        base = "StateStatisticMetric" if statistic.per == "site" else "StatisticMetric"
+        lines.append(f"class {metric_name(statistic)}({base}):\n{summary(statistic)}")
+        if statistic.parameters:
+            own = "".join(f", {name}: {type(value).__name__} = {value!r}" for name, value in values(statistic).items())
+            heads = "" if statistic.per == "site" else ', num_heads: int, over_heads: OverHeads = "none"'
+            lines.append(f"    def __init__(self{heads}, *{own}, **kwargs: Any) -> None: ...")
+    return formatted("\n".join(lines))
+
+
+def written(module: object) -> list[str]:
+    """The imports of what is written by hand, by where it stands."""
+    return [
+        f"from {getattr(module, name).__module__} import {name} as {name}"
+        for name in module._WRITTEN  # type: ignore[attr-defined]
+    ]
+
+
+def values(statistic: type[Statistic]) -> dict[str, object]:
+    """The parameters of a statistic."""
+    return {name: getattr(statistic, name) for name in statistic.parameters}
+
+
+def summary(statistic: type[Statistic]) -> str:
+    """The first line of what a statistic tells about itself, as a docstring."""
+    first = inspect.cleandoc(statistic.__doc__ or "").split("\n\n")[0]
+    return indent(f'r"""{first}"""', "    ")
+
+
+def formatted(code: str) -> str:
+    """The code as the formatter of this project writes it."""
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "stub.pyi", "-"]
+    ordered = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--select",
+        "I",
+        "--fix",
+        "--quiet",
+        "--stdin-filename",
+        "stub.pyi",
+        "-",
+    ]
+    return _run(command, _run(ordered, code))
+
+
+def _run(command: list[str], text: str) -> str:
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")

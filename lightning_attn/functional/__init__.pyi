@@ -1,0 +1,380 @@
+"""Attention's statistics as functions of tensors. Written by `make docs`."""
+
+from torch import Tensor
+
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.functional.attention import attention_call as attention_call
+from lightning_attn.functional.statistic_function import OverHeads
+from lightning_attn.functional.statistic_function import attention_statistics as attention_statistics
+
+def attention_distance(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean distance :math:`\sum A_{ij} |i - j|` over that of uniform attention, :math:`\sum U_{ij} |i - j|`."""
+
+def attention_consensus_rate(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over sequences of :math:`1 - |\lambda_2|`, with the second largest eigenvalue of the attention matrix."""
+
+def attention_entropy(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`H_i / \log m_i`, with :math:`H_i = -\sum_j p_{ij} \log p_{ij}`."""
+
+def attention_entropy_without_sink(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""The entropy without the key that receives most weight in its sequence and head; what is left is renormalised."""
+
+def attention_hidden_row_share(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of rows without a visible key. Such rows are in no other statistic."""
+
+def attention_kl_to_uniform(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`\log m_i - H_i`, the divergence from uniform weights."""
+
+def leader_distance(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
+    r"""Distance of the tokens that enter from the first of them, averaged over sequences."""
+
+def attention_logit_std(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of the standard deviation of the visible logits."""
+
+def attention_marginal_gap(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Total variation distance of what keys receive from what the mask alone would give them."""
+
+def massive_activation(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
+    r"""The largest entry of the states that enter over their median: the largest of all sequences."""
+
+def attention_max_logit(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""The largest visible logit: after scale, soft-cap and bias."""
+
+def attention_max_weight(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`\max_j p_{ij}`."""
+
+def attention_non_finite_share(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of rows with a visible logit that is infinite or NaN. Such rows are in no other statistic."""
+
+def attention_position_concentration(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of all weight that goes to the first five keys that any query of the sequence can see."""
+
+def attention_positional_share(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of the pattern that the mean over sequences explains, corrected for the number of sequences."""
+
+def rank_residual(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
+    r"""What is left of the states that enter without their mean, averaged over sequences."""
+
+def attention_self_weight(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean weight that a token gives to itself; absent where queries and keys are not the same tokens."""
+
+def similarity_contraction(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
+    r"""By how much the mean cosine of two tokens is larger behind the module than before it, averaged over sequences."""
+
+def attention_sink_rate(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of sequences in which the first visible key receives more than 0.3 from the queries that see it."""
+
+def attention_sink_strength(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean weight on the first visible key, by the queries that can see it and are not it."""
+
+def attention_spectral_gap(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Spectral gap :math:`1 - \sigma_2 / \sigma_1` of the singular values, averaged over sequences."""
+
+def attention_stable_rank(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Stable rank :math:`\|A\|_F^2 / \|A\|_2^2`, averaged over sequences."""
+
+def attention_toeplitz_share(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of the pattern that depends on :math:`i - j` alone, without the sink."""
+
+def token_similarity(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
+    r"""Mean cosine of all pairs of different tokens that enter, averaged over sequences."""
+
+def attention_uniform_position_concentration(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""What `PositionConcentration` would be of uniform attention under the same visibility."""
+
+def attention_value_contraction(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Spread of the head's output over the spread of its values, :math:`\|A V - \mu\|_F / \|V - \nu\|_F`."""
