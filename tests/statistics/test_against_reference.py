@@ -27,6 +27,9 @@ OF_ROWS = {name: statistic for name, statistic in known_statistics().items() if 
 #: entropy of a collapsed head, cannot be more exact than that.
 RESOLUTION = 2 * torch.finfo(torch.float32).eps
 
+#: What sequences have in common; all but the first are without the first key.
+SHARES = ("positional_share", "positional_share_without_sink", "toeplitz_share")
+
 exact_every_time = settings(
     derandomize=True,
     database=None,
@@ -60,7 +63,7 @@ def assert_equals_reference(call: AttentionCall) -> None:
         elif name == "value_contraction":
             absolute *= 10  # a sum of products, beside values whose spread is 1
         for number, sequences in enumerate(heads):
-            if name in ("positional_share", "toeplitz_share"):
+            if name in SHARES:
                 # A difference of numbers near 1, of patterns that are as exact as weights are beside what they differ.
                 absolute = relative + RESOLUTION / max(_contrast(name, sequences), 1e-6)
             if not _is_undecided(name, sequences):
@@ -71,7 +74,7 @@ def assert_equals_reference(call: AttentionCall) -> None:
 
 def _contrast(name: str, sequences: list[reference.Head]) -> float:
     """How much the weights that are compared differ from uniform ones, relative to these."""
-    if name == "toeplitz_share":
+    if name != "positional_share":
         sequences = [head.without_first_key for head in sequences]
     squares = uniform = 0.0
     for row in range(len(sequences[0].visible) if sequences else 0):
@@ -113,7 +116,7 @@ def _is_undecided(name: str, sequences: list[reference.Head]) -> bool:
         return sum(head.weights.sum() for head in sequences) < 1e-30
     if name in ("stable_rank", "spectral_gap"):
         return any(0 < head.weights.max(initial=0) < 1e-17 for head in sequences)
-    if name in ("positional_share", "toeplitz_share"):  # a pattern that is hardly more than rounding
+    if name in SHARES:  # a pattern that is hardly more than rounding
         return 0 < _contrast(name, sequences) < 1e-5
     if name == "sink_rate":
         first_key = [
@@ -435,6 +438,7 @@ def test_one_token() -> None:
         "marginal_gap": 0,
         "position_concentration": 1,
         "uniform_position_concentration": 1,
+        "value_weighted_sink": 1,
         "stable_rank": pytest.approx(1),
         "non_finite_share": 0,
         "hidden_row_share": 0,
