@@ -334,6 +334,32 @@ class RowBlock:
         return torch.matmul(self.share_BHR[:, :, None, :], self.clean_exponentials_BHRM)[:, :, 0, :]
 
     @cached_property
+    def column_weight_from_others_BHM(self) -> Tensor:
+        """The same without what a query gives to the key of its own number."""
+        # Not a difference: beside a token that looks at itself, nothing would be left of what others give to it. The
+        # share of each row comes first, since it is of all its exponentials.
+        share_BH1R, exponentials_BHRM = self.share_BHR[:, :, None, :], self.clean_exponentials_BHRM
+        own_BHR = exponentials_BHRM[..., self.start : self.stop].diagonal(dim1=-2, dim2=-1)
+        kept_BHR = own_BHR.clone()
+        own_BHR.zero_()
+        received_BHM = torch.matmul(share_BH1R, exponentials_BHRM)[:, :, 0, :]
+        own_BHR.copy_(kept_BHR)
+        return received_BHM
+
+    @cached_property
+    def query_count_BHM(self) -> Tensor:
+        """How many present rows of the block see each key."""
+        return torch.einsum("bhr,bhrm->bhm", self.present_BHR.float(), self.visible_BHRM)
+
+    @cached_property
+    def other_query_count_BHM(self) -> Tensor:
+        """The same without the query of the key's own number."""
+        count_BHM = self.query_count_BHM.clone()
+        own_BHR = count_BHM[..., self.start : self.stop]
+        own_BHR -= (self.present_BHR & self._sees(self.number_R)).float()[..., : own_BHR.shape[-1]]
+        return count_BHM
+
+    @cached_property
     def uniform_column_weight_BHM(self) -> Tensor:
         """The same of uniform attention under the same visibility."""
         return torch.einsum("bhr,bhrm->bhm", self.uniform_share_BHR, self.visible_BHRM)
@@ -366,16 +392,18 @@ class RowBlock:
         is_other_BHM: Tensor = torch.ne(number_M[None, None], self.first_key)
         return is_other_BHM.float()
 
-    def deviation_without_first_key(self, out_BHRM: Tensor) -> Tensor:
+    def deviation_without_first_key(self, out_BHRM: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same without the first key that is seen at all, of rows that are renormalised.
 
         Args:
-            out_BHRM: where to write it.
+            out_BHRM: where to write it; without, it is lost when the block is asked for more.
 
         Returns:
-            The uniform weight of the keys that are left, (B, H, R): zero in rows without such a key, and where it is
-            given less than single precision holds beside the first one.
+            It, and the uniform weight of the keys that are left, (B, H, R): zero in rows without such a key, and where
+            it is given less than single precision holds beside the first one.
         """
+        if out_BHRM is None:
+            out_BHRM = self._workspace.buffer(2, self._shape)
         # A sum of the others: to subtract the first key from the sum of all would leave nothing beside a sink.
         total_BHR = (self.clean_exponentials_BHRM @ self.is_other_key_BHM[..., None])[..., 0]
         count_BHR = self.visible_count_BHR - self.sees_first_key_BHR.float()
@@ -384,7 +412,7 @@ class RowBlock:
         share_BHR = torch.where(is_left_BHR, 1 / total_BHR, 0.0)
         torch.mul(self.clean_exponentials_BHRM, share_BHR[..., None], out=out_BHRM)
         self._overwrite(self._clear(out_BHRM.sub_(uniform_BHR[..., None])), self.first_key, 0.0)
-        return uniform_BHR
+        return out_BHRM, uniform_BHR
 
     def applied_to(self, value_BKME: Tensor) -> Tensor:
         """What the rows make of finite values, (B, H, R, E); zero in absent rows.

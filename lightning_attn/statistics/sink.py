@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,7 @@ from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowMean, RowStatistic, mean_over_sequences
 
-#: Importance above which a key is a sink, and the length from which that means anything: uniform causal attention over
-#: nine keys is above it already.
-SINK_THRESHOLD = 0.3
+#: The length from which a sink means anything: uniform causal attention over nine keys gives the first more than 0.3.
 MIN_KEYS = 10
 
 
@@ -44,7 +44,8 @@ class SinkStrength(RowMean):
 class SinkRate(RowStatistic):
     """Share of sequences in which the first visible key receives more than 0.3 from the queries that see it.
 
-    The key's own query is among them; sequences of fewer than ten visible keys are left out.
+    It is the mean over these queries; the key's own is among them. Sequences of fewer than ten visible keys are left
+    out.
     """
 
     name = "sink_rate"
@@ -54,6 +55,10 @@ class SinkRate(RowStatistic):
     example = 0.0
     reading = "How often the head has a sink. Compare at one sequence length only."
     source = "Gu et al. 2025, arXiv:2410.10781"
+    parameters = ("threshold",)
+
+    #: Mean weight above which the key is a sink.
+    threshold: ClassVar[float] = 0.3
 
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)
@@ -71,4 +76,4 @@ class SinkRate(RowStatistic):
         assert isinstance(self._weight, Tensor) and isinstance(self._queries, Tensor)
         importance_BH = self._weight / self._queries.clamp(min=1)
         long_enough_BH = (self.row_pass.seen_BHM.sum(-1) >= MIN_KEYS).expand_as(importance_BH)
-        return mean_over_sequences((importance_BH > SINK_THRESHOLD).float(), long_enough_BH & (self._queries > 0))
+        return mean_over_sequences((importance_BH > self.threshold).float(), long_enough_BH & (self._queries > 0))

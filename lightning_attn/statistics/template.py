@@ -67,13 +67,17 @@ class PositionalShare(RowStatistic):
         super().__init__(row_pass)
         self._explained = _Explained(row_pass)
 
+    def deviation(self, rows: RowBlock) -> tuple[Tensor, Tensor]:
+        """What each row has beside uniform weights, (B, H, R, M), and these, (B, H, R): zero where it is absent."""
+        return rows.deviation_BHRM, rows.uniform_share_BHR
+
     def add(self, rows: RowBlock) -> None:
         """Compare the sequences of each row."""
         if self.row_pass.call.sequences == 1:
             return
-        number_HR = rows.present_BHR.sum(0)
-        deviation_BHRM = rows.deviation_BHRM
-        total_HR = _squares(deviation_BHRM, rows.uniform_share_BHR).sum(0)
+        deviation_BHRM, uniform_BHR = self.deviation(rows)
+        number_HR = (uniform_BHR > 0).sum(0)
+        total_HR = _squares(deviation_BHRM, uniform_BHR).sum(0)
         of_sum_HR = torch.linalg.vector_norm(deviation_BHRM.sum(0), dim=-1).square()
         common_HR = (of_sum_HR - total_HR) / (number_HR - 1).clamp(min=1)
         both_2HR = torch.where(number_HR >= 2, torch.stack([common_HR, total_HR]), 0.0)
@@ -82,6 +86,26 @@ class PositionalShare(RowStatistic):
     def result(self) -> Ratio:
         """The two sums; nothing of one sequence."""
         return self._explained.result()
+
+
+@register
+class PositionalShareWithoutSink(PositionalShare):
+    """`PositionalShare` of the matrix without the first visible key, whose rows are renormalised.
+
+    A sink is a matter neither of position nor of content, and makes all sequences alike. Rows that give all other keys
+    less than 1e-30 beside the first do not count.
+    """
+
+    name = "positional_share_without_sink"
+    range = Range(None, 1)
+    uniform = "absent"
+    reading = "As `positional_share`, of what a sink on the first key leaves. Needs two sequences."
+    source = "after Cui et al. 2024, arXiv:2402.03902"
+    by_default = False
+
+    def deviation(self, rows: RowBlock) -> tuple[Tensor, Tensor]:
+        """The same of the keys beside the first."""
+        return rows.deviation_without_first_key()
 
 
 @register
@@ -121,8 +145,7 @@ class ToeplitzShare(RowStatistic):
         call, number = self.row_pass.call, rows.stop - rows.start
         if self._diagonals is None:
             self._diagonals = Diagonals((call.sequences, call.heads), number, call.keys, call.query.device)
-        deviation_BHRM = self._diagonals.matrix(number, rows.keys)
-        uniform_BHR = rows.deviation_without_first_key(deviation_BHRM)
+        deviation_BHRM, uniform_BHR = rows.deviation_without_first_key(self._diagonals.matrix(number, rows.keys))
         self._total_BH += _squares(deviation_BHRM, uniform_BHR).sum(-1, dtype=self._total_BH.dtype)
         # The last row of the block has its first diagonal where the first row of the matrix would have it.
         diagonals = slice(call.queries - rows.stop, call.queries - rows.stop + number + rows.keys - 1)

@@ -17,10 +17,11 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"reference.{_module.name}")
 
 from reference.lenses import deviations, second_eigenvalue  # noqa: E402
-from reference.undecided import contrast, is_undecided  # noqa: E402
+from reference.undecided import SHARES, contrast, is_undecided  # noqa: E402
 
 __all__ = [
     "OF_SEQUENCES",
+    "SHARES",
     "STATISTICS",
     "TOLERANCES",
     "Head",

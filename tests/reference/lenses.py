@@ -179,6 +179,10 @@ def deviations(head: Head) -> np.ndarray:
 
 @of_sequences
 def positional_share(sequences: list[Head]) -> float:
+    return shared_by_pairs(sequences)
+
+
+def shared_by_pairs(sequences: list[Head]) -> float:
     common = total = 0.0
     for row in range(len(sequences[0].visible)):
         patterns = [deviations(head)[row] for head in sequences if row in head.rows]

@@ -8,10 +8,13 @@ import scipy.linalg
 from reference.core import TOLERANCES, Head
 from reference.lenses import deviations, second_eigenvalue
 
+#: What sequences have in common; all but the first are without the first key.
+SHARES = ("positional_share", "positional_share_without_sink", "toeplitz_share")
+
 
 def contrast(name: str, sequences: list[Head]) -> float:
     """How much the weights that are compared differ from uniform ones, relative to these."""
-    if name == "toeplitz_share":
+    if name != "positional_share":
         sequences = [head.without_first_key for head in sequences]
     squares = uniform = 0.0
     for row in range(len(sequences[0].visible) if sequences else 0):
@@ -52,7 +55,7 @@ def is_undecided(name: str, sequences: list[Head]) -> bool:
         return sum(head.weights.sum() for head in sequences) < 1e-30
     if name in ("stable_rank", "spectral_gap"):
         return any(0 < head.weights.max(initial=0) < 1e-17 for head in sequences)
-    if name in ("positional_share", "toeplitz_share"):  # a pattern that is hardly more than rounding
+    if name in SHARES:  # a pattern that is hardly more than rounding
         return 0 < contrast(name, sequences) < 1e-5
     if name == "sink_rate":
         first_key = [

@@ -52,7 +52,7 @@ def assert_equals_reference(call: AttentionCall) -> None:
         elif name == "value_contraction":
             absolute *= 10  # a sum of products, beside values whose spread is 1
         for number, sequences in enumerate(heads):
-            if name in ("positional_share", "toeplitz_share"):
+            if name in reference.SHARES:
                 # A difference of numbers near 1, of patterns that are as exact as weights are beside what they differ.
                 absolute = relative + RESOLUTION / max(reference.contrast(name, sequences), 1e-6)
             if not reference.is_undecided(name, sequences):
@@ -220,6 +220,7 @@ def test_one_token() -> None:
         "marginal_gap": 0,
         "position_concentration": 1,
         "uniform_position_concentration": 1,
+        "value_weighted_sink": 1,
         "stable_rank": pytest.approx(1),
         "non_finite_share": 0,
         "hidden_row_share": 0,

@@ -126,14 +126,14 @@ def test_sink_rate_compares_the_importance_with_the_self_query(
     monkeypatch.setattr(sink, "MIN_KEYS", 1)
     rates = []
     for threshold in (importance - 1e-6, importance + 1e-6):
-        monkeypatch.setattr(sink, "SINK_THRESHOLD", threshold)
+        monkeypatch.setattr(sink.SinkRate, "threshold", threshold)
         rates.append(statistic("sink_rate", call))
     assert rates == [1, 0]
 
 
 def test_sink_rate_of_short_sequences_is_absent() -> None:
     """Uniform causal attention over nine keys is above the threshold of 0.3, which tells nothing."""
-    assert harmonic(9) / 9 > sink.SINK_THRESHOLD > harmonic(10) / 10
+    assert harmonic(9) / 9 > sink.SinkRate.threshold > harmonic(10) / 10
     assert math.isnan(statistic("sink_rate", uniform_causal(9)))
     assert statistic("sink_rate", uniform_causal(10)) == 0
     assert statistic("sink_rate", all_on_the_first_key(10)) == 1

@@ -102,6 +102,15 @@ def test_heads_and_sequences_do_not_meet(name: str) -> None:
         torch.testing.assert_close(tuple(sums), added, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_statistic_is_the_same_alone_and_among_others(name: str) -> None:
+    """What a block computes when it is first asked does not depend on who asks, and after whom."""
+    query, key, value = torch.randn(B, K * GROUP, N, 8), torch.randn(B, K, N, 8), torch.randn(B, K, N, 8)
+    call = AttentionCall("attention", query, key, value, 1.0, Visibility(0), self_attention=True)
+    alone, among_others = measure(call, resolve(name)), measure(call, resolve("all"))
+    torch.testing.assert_close(tuple(alone[name]), tuple(among_others[name]), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("whole_matrices", [False, True])
 @pytest.mark.parametrize("block_bytes", [ONE_ROW, 1000, 4000, 20_000, ONE_BLOCK])
 def test_passes_cover_every_row_of_every_head_once(block_bytes: int, whole_matrices: bool) -> None:
