@@ -70,9 +70,10 @@ def statistics_page() -> str:
 
 
 INTRODUCTION = """\
-Every statistic has a name, by which a monitor is asked for it (`AttentionMonitor(statistics=["entropy"])`), a function
-of tensors in `lightning_attn.functional`, and a metric of torchmetrics in `lightning_attn.metrics`: three ways to one
-implementation. Those marked with ● are computed where nobody names any; `statistics="all"` asks for every one. ◆ marks those that walk many times over whole matrices: a monitor takes them of `spectral_sequences=1` sequence.
+Every statistic has a name, by which a monitor is asked for it (`AttentionMonitor(statistics=["entropy"])`), a function of
+tensors in `lightning_attn.functional`, and a metric of torchmetrics in `lightning_attn.metrics`: three ways to one
+implementation. Those marked with ● are computed where nobody names any; `statistics="all"` asks for every one. ◆ marks
+those that walk many times over whole matrices: a monitor takes them of `spectral_sequences=1` sequence.
 
 `n` is the number of tokens, `m_i` that of the keys that query `i` sees, `H_n` the n-th harmonic number, `σ` a singular
 value. Unless it is said otherwise, means are over rows of all sequences, over the keys that a row may see, of weights

@@ -7,6 +7,24 @@ from lightning_attn.functional.attention import attention_call as attention_call
 from lightning_attn.functional.statistic_function import OverHeads
 from lightning_attn.functional.statistic_function import attention_statistics as attention_statistics
 
+def attention_any_sink_rate(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    threshold: float = 0.3,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of sequences in which any key receives more than 0.3 from the queries that see it."""
+
 def attention_distance(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -149,6 +167,16 @@ def attention_marginal_gap(
 def massive_activation(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""The largest entry of the states that enter over their median: the largest of all sequences."""
 
+def massive_activation_rate(
+    entering: Tensor,
+    leaving: Tensor | None = None,
+    token_mask: Tensor | None = None,
+    *,
+    magnitude: float = 100.0,
+    ratio: float = 1000.0,
+) -> Tensor:
+    r"""Share of sequences whose entering states meet the criterion of Sun et al. for massive activations."""
+
 def attention_max_logit(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -234,6 +262,23 @@ def attention_positional_share(
 ) -> Tensor:
     r"""Share of the pattern that the mean over sequences explains, corrected for the number of sequences."""
 
+def attention_positional_share_without_sink(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""`PositionalShare` of the matrix without the first visible key, whose rows are renormalised."""
+
 def rank_residual(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""What is left of the states that enter without their mean, averaged over sequences."""
 
@@ -257,6 +302,23 @@ def attention_self_weight(
 def similarity_contraction(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""By how much the mean cosine of two tokens is larger behind the module than before it, averaged over sequences."""
 
+def attention_sink_position(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Position of the most important key, :math:`\arg\max_k \alpha_k`; 0 is the first key that is seen at all."""
+
 def attention_sink_rate(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -270,6 +332,7 @@ def attention_sink_rate(
     sink_logits: Tensor | None = None,
     self_attention: bool | None = None,
     validate_args: bool = True,
+    threshold: float = 0.3,
     over_heads: OverHeads = "none",
 ) -> Tensor:
     r"""Share of sequences in which the first visible key receives more than 0.3 from the queries that see it."""
@@ -378,3 +441,20 @@ def attention_value_contraction(
     over_heads: OverHeads = "none",
 ) -> Tensor:
     r"""Spread of the head's output over the spread of its values, :math:`\|A V - \mu\|_F / \|V - \nu\|_F`."""
+
+def attention_value_weighted_sink(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of the first visible key where weights count by the length of what they bring."""

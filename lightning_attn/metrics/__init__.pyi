@@ -6,6 +6,12 @@ from lightning_attn.functional.statistic_function import OverHeads
 from lightning_attn.metrics.statistic_metric import AttentionStatistics as AttentionStatistics
 from lightning_attn.metrics.statistic_metric import StateStatisticMetric, StatisticMetric
 
+class AttentionAnySinkRate(StatisticMetric):
+    r"""Share of sequences in which any key receives more than 0.3 from the queries that see it."""
+    def __init__(
+        self, num_heads: int, over_heads: OverHeads = "none", *, threshold: float = 0.3, **kwargs: Any
+    ) -> None: ...
+
 class AttentionDistance(StatisticMetric):
     r"""Mean distance :math:`\sum A_{ij} |i - j|` over that of uniform attention, :math:`\sum U_{ij} |i - j|`."""
 
@@ -36,6 +42,10 @@ class AttentionMarginalGap(StatisticMetric):
 class MassiveActivation(StateStatisticMetric):
     r"""The largest entry of the states that enter over their median: the largest of all sequences."""
 
+class MassiveActivationRate(StateStatisticMetric):
+    r"""Share of sequences whose entering states meet the criterion of Sun et al. for massive activations."""
+    def __init__(self, *, magnitude: float = 100.0, ratio: float = 1000.0, **kwargs: Any) -> None: ...
+
 class AttentionMaxLogit(StatisticMetric):
     r"""The largest visible logit: after scale, soft-cap and bias."""
 
@@ -51,6 +61,9 @@ class AttentionPositionConcentration(StatisticMetric):
 class AttentionPositionalShare(StatisticMetric):
     r"""Share of the pattern that the mean over sequences explains, corrected for the number of sequences."""
 
+class AttentionPositionalShareWithoutSink(StatisticMetric):
+    r"""`PositionalShare` of the matrix without the first visible key, whose rows are renormalised."""
+
 class RankResidual(StateStatisticMetric):
     r"""What is left of the states that enter without their mean, averaged over sequences."""
 
@@ -60,8 +73,14 @@ class AttentionSelfWeight(StatisticMetric):
 class SimilarityContraction(StateStatisticMetric):
     r"""By how much the mean cosine of two tokens is larger behind the module than before it, averaged over sequences."""
 
+class AttentionSinkPosition(StatisticMetric):
+    r"""Position of the most important key, :math:`\arg\max_k \alpha_k`; 0 is the first key that is seen at all."""
+
 class AttentionSinkRate(StatisticMetric):
     r"""Share of sequences in which the first visible key receives more than 0.3 from the queries that see it."""
+    def __init__(
+        self, num_heads: int, over_heads: OverHeads = "none", *, threshold: float = 0.3, **kwargs: Any
+    ) -> None: ...
 
 class AttentionSinkStrength(StatisticMetric):
     r"""Mean weight on the first visible key, by the queries that can see it and are not it."""
@@ -83,3 +102,6 @@ class AttentionUniformPositionConcentration(StatisticMetric):
 
 class AttentionValueContraction(StatisticMetric):
     r"""Spread of the head's output over the spread of its values, :math:`\|A V - \mu\|_F / \|V - \nu\|_F`."""
+
+class AttentionValueWeightedSink(StatisticMetric):
+    r"""Share of the first visible key where weights count by the length of what they bring."""

@@ -49,6 +49,7 @@ class MassiveActivationRate(StateStatistic):
     name = "massive_activation_rate"
     range = Range(0, 1)
     uniform = "any"
+    example = 0.0
     reading = "1: every sequence has massive activations, as in trained decoders that have sinks; depends on the scale."
     source = "Sun et al. 2024, arXiv:2402.17762"
     by_default = False

@@ -26,6 +26,7 @@ class AnySinkRate(RowStatistic):
     name = "any_sink_rate"
     range = Range(0, 1)
     uniform = "0"
+    example = 0.0
     reading = "How often some key is a sink; more than `sink_rate`: sinks are elsewhere than on the first key."
     source = "Gu et al. 2025, arXiv:2410.10781"
     by_default = False

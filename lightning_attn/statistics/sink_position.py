@@ -30,6 +30,7 @@ class SinkPosition(RowStatistic):
     unit = "tokens"
     range = Range(0, "n − 1")
     uniform = "0"
+    example = 0.0
     reading = "0: the key that receives most is the first one, as sinks of decoders are. The mean of all sequences."
     source = "Gu et al. 2025, arXiv:2410.10781"
     by_default = False

@@ -27,6 +27,7 @@ class ValueWeightedSink(RowStatistic):
     name = "value_weighted_sink"
     range = Range(0, 1)
     uniform = "causal, values of one length: H_n / n"
+    example = 0.074123
     reading = "Small beside `sink_strength`: a sink that adds nothing; as large: the first key is a hub of information."
     source = "after Gu et al. 2025, arXiv:2410.10781"
     by_default = False
