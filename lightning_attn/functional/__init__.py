@@ -1,0 +1,1 @@
+"""Functions of attention matrices, logits, queries and keys."""
