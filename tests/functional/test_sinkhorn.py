@@ -12,7 +12,8 @@ import torch
 from scipy.special import logsumexp
 from torch import Tensor
 
-from lightning_attn.functional.transport import sinkhorn, transport_plan
+from lightning_attn.functional.balanced_transport import sinkhorn
+from lightning_attn.functional.transport import transport_plan
 from lightning_attn.statistics.sinkhorn_potentials import LOG_ZERO, KernelRows, sinkhorn_scaling
 
 TWO = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
@@ -188,6 +189,14 @@ def test_a_plan_that_is_found_is_not_warned_of() -> None:
         warnings.simplefilter("error")
         sinkhorn(3 * torch.randn(4, 20, 20), max_iterations=5000)
         sinkhorn(torch.randn(1, 1))
+
+
+def test_marginals_whose_sums_are_alike_to_their_last_digits() -> None:
+    scores = torch.randn(7, 5, dtype=torch.float64)
+    rows, columns = torch.full((7,), 1 / 7), torch.full((5,), 0.2000002)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sinkhorn(scores, row_marginal=rows, column_marginal=columns, tolerance=1e-12)
 
 
 # What goes in

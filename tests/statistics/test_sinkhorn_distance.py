@@ -15,7 +15,7 @@ from test_transport_statistics import of_logits, statistics
 from torch import Tensor
 
 from lightning_attn.capture import Visibility
-from lightning_attn.functional.transport import sinkhorn
+from lightning_attn.functional.balanced_transport import sinkhorn
 from lightning_attn.statistics import known_statistics, measure, resolve, row_pass
 
 
