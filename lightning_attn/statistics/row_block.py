@@ -212,14 +212,16 @@ class RowBlock:
         It is ``log(sum e^gap) - sum p gap``: two terms that are not negative, so that nothing cancels where rows are
         sharp.
         """
-        gap_mean_BHR = (
-            self._scratch(torch.mul, self.exponentials_BHRM, self.gap_BHRM).sum(-1) / self.exponential_sum_BHR
-        )
-        entropy_BHR = self._log_sum_BHR - gap_mean_BHR
+        entropy_BHR = self.log_sum_BHR - self.gap_mean_BHR
         return torch.minimum(entropy_BHR, self.log_count_BHR)  # rounding exceeds it where weights are uniform
 
     @cached_property
-    def _log_sum_BHR(self) -> Tensor:
+    def gap_mean_BHR(self) -> Tensor:
+        """Mean gap of each row under its weights, of its visible keys alone: 0 or less."""
+        return self._scratch(torch.mul, self.exponentials_BHRM, self.gap_BHRM).sum(-1) / self.exponential_sum_BHR
+
+    @cached_property
+    def log_sum_BHR(self) -> Tensor:
         """``log(sum e^gap)``, exact also where the sum is hardly more than the 1 of the largest logit.
 
         There a single key has the largest logit, and what the others add is summed on its own. Blocks without such rows

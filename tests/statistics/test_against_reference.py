@@ -44,7 +44,7 @@ def assert_equals_reference(call: AttentionCall) -> None:
         absolute = RESOLUTION
         if tolerance is not None:
             relative, absolute = tolerance.relative, tolerance.absolute
-        elif name in ("max_logit", "logit_std"):
+        elif name in ("max_logit", "logit_std", "transport_cost", "free_energy"):
             # Logits are sums of products, which may cancel: they are as exact as the largest of them.
             absolute *= max(1, largest)
         elif name in ("spectral_gap", "consensus_rate"):

@@ -1,0 +1,111 @@
+"""What keys receive, beside what the mask alone would give them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_attn import AttentionCall
+from lightning_attn.capture import Visibility
+from lightning_attn.functional.key_marginal import key_marginal, marginal_gap, reference_key_marginal
+from lightning_attn.statistics import measure, resolve
+
+
+def harmonic(n: int) -> float:
+    return math.fsum(1 / i for i in range(1, n + 1))
+
+
+TWO = torch.tensor([[1 / 3, 2 / 3], [3 / 7, 4 / 7]])
+
+
+def test_two_tokens() -> None:
+    received = 2 * key_marginal(TWO)
+    assert received.tolist() == pytest.approx([16 / 21, 26 / 21])
+    assert float((received - 1).abs().sum()) == pytest.approx(10 / 21)
+    assert float(marginal_gap(TWO)) == pytest.approx(0.1190476, abs=1e-7)
+
+
+def test_uniform_causal_attention_is_balanced_as_its_mask_has_it() -> None:
+    n = 64
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    weights = causal / causal.sum(-1, keepdim=True)
+    received = n * key_marginal(weights, causal)
+    assert received[[0, 1, 63]].tolist() == pytest.approx([4.7439, 3.7439, 1 / 64], abs=5e-5)
+    assert float((received / n - 1 / n).abs().sum() / 2) == pytest.approx(0.3630, abs=5e-5)
+    assert float(marginal_gap(weights, causal)) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 64])
+def test_causal_reference(n: int) -> None:
+    expected = [(harmonic(n) - harmonic(j)) / n for j in range(n)]
+    assert reference_key_marginal((n, n), is_causal=True).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shape_and_mask_say_the_same(shape: tuple[int, int], is_causal: bool) -> None:
+    of_mask = reference_key_marginal(torch.ones(shape, dtype=torch.bool), is_causal=is_causal)
+    of_shape = reference_key_marginal(shape, is_causal=is_causal)
+    torch.testing.assert_close(of_shape, of_mask)
+    assert float(of_shape.sum()) == pytest.approx(1)
+
+
+def test_reference_of_a_mask_row_by_row() -> None:
+    mask = torch.rand(2, 6, 7) < 0.5
+    mask[:, 2] = False
+    for of_sequence, got in zip(mask.tolist(), reference_key_marginal(mask), strict=True):
+        rows = [row for row in of_sequence if any(row)]
+        expected = [sum(row[j] / sum(row) for row in rows) / len(rows) for j in range(7)]
+        assert got.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_rows_that_see_nothing_and_hidden_keys_do_not_count() -> None:
+    weights = torch.rand(4, 5).softmax(-1)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[2] = False
+    weights[2] = math.nan
+    kept = weights[[0, 1, 3]]
+    torch.testing.assert_close(key_marginal(weights, mask), key_marginal(kept))
+    torch.testing.assert_close(marginal_gap(weights, mask), marginal_gap(kept))
+    nothing = torch.zeros(4, 5, dtype=torch.bool)
+    assert bool(key_marginal(weights, nothing).isnan().all()) and bool(marginal_gap(weights, nothing).isnan())
+    assert bool(reference_key_marginal(nothing).isnan().all())
+
+
+@pytest.mark.parametrize("kind", ["everything", "causal", "any"])
+def test_the_statistic_is_the_same_number(kind: str) -> None:
+    mask = {"everything": torch.ones(9, 9), "causal": torch.ones(9, 9).tril(), "any": torch.rand(9, 9) < 0.7}[kind] > 0
+    mask[:, 0] = True
+    query, key = torch.randn(1, 3, 9, 4), torch.randn(1, 3, 9, 4)
+    call = AttentionCall("", query, key, None, 1.0, Visibility(mask=mask[None, None]), self_attention=False)
+    (sums,) = measure(call, resolve("marginal_gap")).values()
+    torch.testing.assert_close(marginal_gap(call.weights(), mask)[0].double(), sums.or_nan, rtol=1e-5, atol=1e-7)
+
+
+def test_any_dimensions_may_lead_and_types() -> None:
+    weights = torch.randn(2, 3, 4, 5, 6).softmax(-1)
+    torch.testing.assert_close(marginal_gap(weights)[1, 2, 3], marginal_gap(weights[1, 2, 3]))
+    assert key_marginal(weights.bfloat16()).dtype == torch.float32
+    assert key_marginal(weights.double()).dtype == marginal_gap(weights.double()).dtype == torch.float64
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    uniform = causal.double() / causal.sum(-1, keepdim=True)
+    assert float(marginal_gap(uniform, causal)) < 1e-16  # the reference is in double precision too
+    assert 0 <= float(marginal_gap(weights).min()) <= float(marginal_gap(weights).max()) < 1
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`weights` must be floating.*int64"):
+        key_marginal(torch.ones(3, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"`weights` must be floating.*\(3,\)"):
+        marginal_gap(torch.ones(3))
+    with pytest.raises(ValueError, match=r"`mask` must be torch.bool, got torch.float32"):
+        marginal_gap(torch.ones(3, 3), torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"`mask` must broadcast to \(3, 3\), got \(2, 3\)"):
+        key_marginal(torch.ones(3, 3), torch.ones(2, 3) > 0)
+    with pytest.raises(ValueError, match=r"`visible` must be boolean, \(…, N, M\), got torch.float32"):
+        reference_key_marginal(torch.ones(3, 3))
+    for shape in ((3,), (0, 3), (3.0, 3)):
+        with pytest.raises(ValueError, match="`visible` must be a boolean tensor or the numbers of queries and keys"):
+            reference_key_marginal(shape)
