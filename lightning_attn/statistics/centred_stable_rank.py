@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from lightning_attn.capture.call import AttentionCall
+from lightning_attn.statistics.centred_weights import CentredWeights
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.row_block import RowBlock
 from lightning_attn.statistics.row_pass import RowPass
@@ -65,35 +63,7 @@ class CentredStableRank(RowStatistic):
         smallest_BH = (_RESOLUTION**2 * self._uniform_square_sum).clamp(min=_RESOLUTION**2 * _SMALLEST_SQUARE)
         is_defined_BH = self._square_sum > smallest_BH
         norm_BH = torch.where(is_defined_BH, self._square_sum, 1.0).sqrt()
-        centred = _Centred(self.row_pass, self._written, (1 / norm_BH).float()[..., None, None])
+        centred = CentredWeights(self.row_pass, self._written, (1 / norm_BH).float()[..., None, None])
         largest_BH = leading_singular_values(centred)[..., 0].square().to(norm_BH)
         # Rounding falls short of it at rank one.
         return mean_over_sequences((1 / largest_BH).clamp(min=1), is_defined_BH & (largest_BH > 0))
-
-
-class _Centred:
-    """Weights minus uniform ones, of Frobenius norm 1: see `lightning_attn.statistics.spectrum.Matrices`."""
-
-    def __init__(self, row_pass: RowPass, written: list[Tensor], scale_BH11: Tensor) -> None:
-        self._row_pass = row_pass
-        self._scale_BH11 = scale_BH11
-        self._written = [deviation_BHRM.mul_(scale_BH11) for deviation_BHRM in written]
-
-    @property
-    def call(self) -> AttentionCall:
-        return self._row_pass.call
-
-    @property
-    def writes_down(self) -> bool:
-        return self._row_pass.writes_down
-
-    @property
-    def is_one_block(self) -> bool:
-        return self._row_pass.is_one_block
-
-    def weights(self) -> Iterator[Tensor]:
-        if self.writes_down:
-            yield from self._written
-            return
-        for rows in self._row_pass.blocks():
-            yield rows.deviation_at_equal_mass_BHRM.mul_(self._scale_BH11)

@@ -1,0 +1,1 @@
+"""Everything that is read off an attention matrix, as functions of tensors."""
