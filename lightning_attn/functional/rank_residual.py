@@ -18,9 +18,9 @@ def rank_residual_composite(states: Tensor, mask: Tensor | None = None) -> Tenso
     .. math:: \frac{\|X - 1 \bar x^\top\|_{1,\infty}}{\|X\|_{1,\infty}}, \qquad
               \|R\|_{1,\infty} = \sqrt{\|R\|_1 \|R\|_\infty}:
 
-    the root of the largest column sum of magnitudes times the largest row sum. Without the root, as in a part of the
-    published code, states that are twice as large would have four times as much of it. The theorem subtracts the row
-    that makes the norm smallest; with the mean, which makes the Frobenius norm smallest, it is at most twice as large.
+    the root of the largest column sum of magnitudes times the largest row sum. A part of the published code
+    lacks the root, and has the square of this. The theorem subtracts the row that makes the norm smallest; with the
+    mean, which makes the Frobenius norm smallest, it is at most twice as large.
 
     Args:
         states: (…, N, L), the states of N tokens, of any floating type.

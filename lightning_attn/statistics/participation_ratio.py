@@ -29,7 +29,7 @@ class ParticipationRatio(RowStatistic):
 
     name = "participation_ratio"
     range = Range(1, "n")
-    uniform = "1; causal: 2.797 at n = 64"
+    uniform = "1; causal: H_n² / (2 H_n − H_n⁽²⁾), 2.864 at n = 64"
     reading = (
         "How many directions carry the head's energy: between `stable_rank`, which asks for the first alone, and "
         "`effective_rank`, to which small ones count too. 1 for a sink and for uniform attention alike."
@@ -57,7 +57,9 @@ class ParticipationRatio(RowStatistic):
         for rows_BHRM, others_BHRM in _pairs(self.row_pass):
             keys = min(rows_BHRM.shape[-1], others_BHRM.shape[-1])
             products_BHRR = (rows_BHRM[..., :keys] * scale_BH11) @ others_BHRM[..., :keys].mT * scale_BH11
-            of_pair_BH = torch.linalg.vector_norm(products_BHRR, dim=(-2, -1)).to(square_sum_BH.dtype).square()
+            # Short sums, to be added up in double precision: a long one in single precision loses the fifth digit.
+            norm_BHR = torch.linalg.vector_norm(products_BHRR, dim=-1).to(square_sum_BH.dtype)
+            of_pair_BH = norm_BHR.square().sum(-1)
             if others_BHRM is rows_BHRM:
                 square_sum_BH += products_BHRR.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=square_sum_BH.dtype)
                 fourth_power_sum_BH += of_pair_BH

@@ -29,14 +29,16 @@ def test_equals_the_formula(dtype: torch.dtype) -> None:
     assert found.flatten().tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("factor", [1e-3, 2.0, 1e6])
-def test_it_has_the_root_without_which_scale_would_matter(factor: float) -> None:
-    """R and X are scaled alike, so that only a residual beside something fixed tells: the other rows of the states."""
-    states = torch.tensor([[factor, 0.0], [-factor, 0.0]])
-    assert float(rank_residual_composite(states)) == pytest.approx(1)
-    # Row and column sums of R are 1 and 2, of X 2 and 3; without the root the ratio would be 1/3.
-    states = torch.tensor([[2.0, 0.0], [0.0, 0.0]]) + torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-    assert float(rank_residual_composite(factor * states)) == pytest.approx(math.sqrt(0.5 * 1 / (2 * 3)))
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e6])
+def test_it_has_the_root(factor: float) -> None:
+    """The residual has the rows ±1/2, so that its largest column sum is 1 and its largest row sum 1/2; those of the
+    states are 3 and 2. Without the root the ratio would be 1/12."""
+    states = torch.tensor([[2.0, 0.0], [1.0, 0.0]])
+    assert float(rank_residual_composite(factor * states)) == pytest.approx(math.sqrt(1 / 12))
+
+
+def test_opposite_tokens_are_nothing_but_residual() -> None:
+    assert float(rank_residual_composite(torch.tensor([[1.0, 2.0], [-1.0, -2.0]]))) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-6])
