@@ -62,7 +62,8 @@ class CentredStableRank(RowStatistic):
         assert isinstance(self._square_sum, Tensor) and isinstance(self._uniform_square_sum, Tensor)
         smallest_BH = (_RESOLUTION**2 * self._uniform_square_sum).clamp(min=_RESOLUTION**2 * _SMALLEST_SQUARE)
         is_defined_BH = self._square_sum > smallest_BH
-        norm_BH = torch.where(is_defined_BH, self._square_sum, 1.0).sqrt()
+        # Rounding alone would keep an iteration busy: there it is multiplied by zero.
+        norm_BH = torch.where(is_defined_BH, self._square_sum, torch.inf).sqrt()
         centred = CentredWeights(self.row_pass, self._written, (1 / norm_BH).float()[..., None, None])
         largest_BH = leading_singular_values(centred)[..., 0].square().to(norm_BH)
         # Rounding falls short of it at rank one.
