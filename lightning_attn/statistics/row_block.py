@@ -384,8 +384,16 @@ class RowBlock:
 
         Both are the same division where a row is uniform, so that nothing but zero is left.
         """
+        return self._deviation_from(self.uniform_share_BHR)
+
+    @property
+    def deviation_at_equal_mass_BHRM(self) -> Tensor:
+        """The same of uniform weights that sum to what the row sums to: beside a learned sink, to less than one."""
+        return self._deviation_from(self.uniform_share_BHR * self.mass_BHR)
+
+    def _deviation_from(self, uniform_BHR: Tensor) -> Tensor:
         deviation_BHRM = self._scratch(torch.mul, self.clean_exponentials_BHRM, self.share_BHR[..., None])
-        return self._clear(deviation_BHRM.sub_(self.uniform_share_BHR[..., None]))
+        return self._clear(deviation_BHRM.sub_(uniform_BHR[..., None]))
 
     @cached_property
     def is_other_key_BHM(self) -> Tensor:

@@ -6,10 +6,13 @@ are rows here: products of few rows with a large matrix are what a CPU does best
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.capture.call import AttentionCall
 from lightning_attn.statistics.statistic import wide
 
 #: A^T A or A A^T is decomposed if it has at most so many rows: that costs less than an iteration.
@@ -23,7 +26,26 @@ _TOLERANCE = 2e-5
 _ROUNDING = 1e-6
 
 
-def leading_singular_values(row_pass: RowPass) -> Tensor:
+class Matrices(Protocol):
+    """A matrix for each sequence and head, in blocks of rows: the weights of a `RowPass`, or what is made of them."""
+
+    @property
+    def call(self) -> AttentionCall:
+        """The call that they belong to."""
+
+    @property
+    def writes_down(self) -> bool:
+        """Whether the blocks stay as they are after the next one."""
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether one block holds all rows."""
+
+    def weights(self) -> Iterator[Tensor]:
+        """The blocks, (B, H, R, M), of leading columns; zero in absent rows."""
+
+
+def leading_singular_values(matrices: Matrices) -> Tensor:
     r"""The largest singular value :math:`\sigma_1` and the second, :math:`\sigma_2`, of each sequence and head.
 
     Matrices with at most 128 rows or columns are decomposed. Larger ones have the largest Ritz values of
@@ -34,42 +56,42 @@ def leading_singular_values(row_pass: RowPass) -> Tensor:
     Returns:
         (B, H, 2), the largest first; the second is zero where the matrix has a single row or column.
     """
-    call = row_pass.call
+    call = matrices.call
     if call.keys <= _DECOMPOSED_SIZE:
-        return _leading(_gram(row_pass)).sqrt()
+        return _leading(_gram(matrices)).sqrt()
     if call.queries <= _DECOMPOSED_SIZE:
-        blocks = list(row_pass.weights()) if row_pass.writes_down or row_pass.is_one_block else []
+        blocks = list(matrices.weights()) if matrices.writes_down or matrices.is_one_block else []
         if len(blocks) == 1:
             weights_BHNM = blocks[0].to(wide(blocks[0].device))
             return _leading(weights_BHNM @ weights_BHNM.mT).sqrt()
-    return _krylov(row_pass).sqrt()
+    return _krylov(matrices).sqrt()
 
 
-def _gram(row_pass: RowPass) -> Tensor:
+def _gram(matrices: Matrices) -> Tensor:
     """``A^T A`` in double precision: single precision would leave nothing of a small second singular value."""
-    call = row_pass.call
+    call = matrices.call
     gram_BHMM = torch.zeros(
         call.sequences, call.heads, call.keys, call.keys, dtype=wide(call.query.device), device=call.query.device
     )
-    for weights_BHRM in row_pass.weights():
+    for weights_BHRM in matrices.weights():
         keys = weights_BHRM.shape[-1]
         weights_BHRM = weights_BHRM.to(gram_BHMM.dtype)
         gram_BHMM[..., :keys, :keys] += weights_BHRM.mT @ weights_BHRM
     return gram_BHMM
 
 
-def _times_gram(row_pass: RowPass, vectors_BHVM: Tensor) -> Tensor:
+def _times_gram(matrices: Matrices, vectors_BHVM: Tensor) -> Tensor:
     """``X A^T A``."""
     product_BHVM = torch.zeros_like(vectors_BHVM)
-    for weights_BHRM in row_pass.weights():
+    for weights_BHRM in matrices.weights():
         keys = weights_BHRM.shape[-1]
         product_BHVM[..., :keys] += (vectors_BHVM[..., :keys] @ weights_BHRM.mT) @ weights_BHRM
     return product_BHVM
 
 
-def _krylov(row_pass: RowPass) -> Tensor:
+def _krylov(matrices: Matrices) -> Tensor:
     """The two largest eigenvalues of ``A^T A`` by a block Lanczos iteration with full reorthogonalisation."""
-    call = row_pass.call
+    call = matrices.call
     batch, device = (call.sequences, call.heads), call.query.device
     start_VM = _starting_vectors(call.keys, device)
     basis_BHSM = _orthonormal(start_VM.expand(*batch, -1, -1), start_VM.new_zeros(*batch, 0, call.keys), longest=0.0)
@@ -77,7 +99,7 @@ def _krylov(row_pass: RowPass) -> Tensor:
     ritz_BHSS = torch.zeros(*batch, 0, 0, dtype=wide(device), device=device)
     values_BH2 = torch.zeros(*batch, 2, dtype=wide(device), device=device)
     for _ in range(_POWERS):
-        image_BHVM = _times_gram(row_pass, block_BHVM)
+        image_BHVM = _times_gram(matrices, block_BHVM)
         ritz_BHSS = _bordered(ritz_BHSS, (basis_BHSM @ image_BHVM.mT).to(ritz_BHSS.dtype))
         before_BH2, values_BH2 = values_BH2, _leading(ritz_BHSS)
         if _is_settled(before_BH2, values_BH2):

@@ -7,7 +7,7 @@ Shape suffixes: B sequences, N tokens, T tokens of a block, L width of a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,9 +41,47 @@ class Tokens:
     """
 
     def __init__(self, states_BNL: Tensor, real_BN: Tensor | None, block_elements: int) -> None:
+        self.block_elements = block_elements
         self._states_BNL = states_BNL
         self._real_BN = None if real_BN is None else real_BN.to(states_BNL.device).expand(states_BNL.shape[:2])
         self._tokens_per_block = max(1, block_elements // max(1, states_BNL.shape[0] * states_BNL.shape[2]))
+        self._of_number: dict[tuple[Callable[[Tokens, int], Tensor], int], Tensor] = {}
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences, B."""
+        return self._states_BNL.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Number of entries of a state, L."""
+        return self._states_BNL.shape[2]
+
+    def shared(self, compute: Callable[[Tokens, int], Tensor], number: int) -> Tensor:
+        """What several statistics need of some number of tokens, computed by the first that asks."""
+        if (compute, number) not in self._of_number:
+            self._of_number[compute, number] = compute(self, number)
+        return self._of_number[compute, number]
+
+    def evenly_spaced(self, number: int) -> Tensor:
+        r"""The places of some tokens, (B, number).
+
+        Of the :math:`n` tokens of a sequence that are no padding they are those at :math:`\lfloor k n / n_0 \rfloor`,
+        with :math:`k = 0 \dots n_0 - 1` for a number of :math:`n_0`. So the first token is one of them, as it is in
+        shorter sequences. Any places where a sequence has fewer tokens than that.
+        """
+        device = self._states_BNL.device
+        rank_BT = torch.arange(number, device=device) * self.count_B[:, None] // number
+        if self._real_BN is None:
+            return rank_BT
+        place_BT = torch.searchsorted(self._real_BN.cumsum(1), rank_BT + 1)
+        return place_BT.clamp(max=self._states_BNL.shape[1] - 1)
+
+    def states_at(self, place_BT: Tensor, sequences: slice, entries: slice) -> Tensor:
+        """Some entries of the states at some places of some sequences, in the widest floating type."""
+        part_BNL = self._states_BNL[sequences, :, entries]
+        number_B1 = torch.arange(part_BNL.shape[0], device=part_BNL.device)[:, None]
+        return part_BNL[number_B1, place_BT[sequences]].to(wide(part_BNL.device))
 
     @cached_property
     def count_B(self) -> Tensor:

@@ -222,6 +222,8 @@ def test_one_token() -> None:
         "uniform_position_concentration": 1,
         "value_weighted_sink": 1,
         "stable_rank": pytest.approx(1),
+        "effective_rank": pytest.approx(1),
+        "participation_ratio": pytest.approx(1),
         "non_finite_share": 0,
         "hidden_row_share": 0,
     }

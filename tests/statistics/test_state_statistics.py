@@ -229,14 +229,14 @@ def test_what_nothing_defines_is_absent(states: Tensor) -> None:
 
 
 def test_a_sequence_with_a_fault_is_left_out() -> None:
-    states, others = torch.randn(3, 6, 4), torch.randn(3, 6, 4)
+    states, others = torch.randn(3, 70, 4), torch.randn(3, 70, 4)
     healthy = values(states[[0, 2]], others[[0, 2]])
     states[1, 3, 2] = NAN
     assert values(states, others) == pytest.approx(healthy, rel=1e-12)
 
 
 def test_padding_may_hold_anything() -> None:
-    states, real = torch.randn(2, 6, 4), torch.arange(6) >= torch.tensor([[2], [3]])
+    states, real = torch.randn(2, 70, 4), torch.arange(70) >= torch.tensor([[2], [3]])
     found = values(states, states, real)
     for filling in (NAN, INF, 1e30):
         filled = torch.where(real[..., None], states, filling)
@@ -244,13 +244,13 @@ def test_padding_may_hold_anything() -> None:
 
 
 def test_no_states_that_leave_no_contraction() -> None:
-    found = values(torch.randn(2, 6, 4))
+    found = values(torch.randn(2, 70, 4))
     assert {name for name, value in found.items() if math.isnan(value)} == {"similarity_contraction"}
 
 
 def test_sequences_add_up() -> None:
     """Ratios are the mean of all sequences, whether they came together or one after the other."""
-    entering, leaving = torch.randn(3, 6, 4), torch.randn(3, 6, 5)
+    entering, leaving = torch.randn(3, 70, 4), torch.randn(3, 70, 5)
     sums = Sums.nothing(STATISTICS, 2, torch.device("cpu"))
     for one in range(3):
         measure_states(
