@@ -1,0 +1,1 @@
+"""Functions of attention weights, logits and states."""
