@@ -275,8 +275,8 @@ class RowBlock:
         count_BHR = self.visible_count_BHR.clamp(min=1)
         centred_BHRM = self._scratch(torch.sub, self.gap_BHRM, (self._gap_sum_BHR / count_BHR)[..., None])
         self._clear(centred_BHRM)
-        deviation_BHR: Tensor = torch.linalg.vector_norm(centred_BHRM, dim=-1)
-        return deviation_BHR / count_BHR.sqrt()
+        # `vector_norm` adds one after the other on a CPU, so that long rows lose digits; sums are taken in pairs.
+        return (centred_BHRM.square_().sum(-1) / count_BHR).sqrt()
 
     @cached_property
     def weight_max_BHR(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,25 @@ from reference.lenses import entropy_of, ratio
 
 AS_EXACT_AS_LOGITS |= {"selectivity", "critical_scaling"}
 
+#: The resolution that tests ask of numbers of single precision near 1.
+RESOLUTION = 2 * float(np.finfo(np.float32).eps)
 
+
+def largest_logit(sequences: list[Head]) -> float:
+    return max((float(np.abs(head.visible_logits(i)).max()) for head in sequences for i in head.rows), default=0)
+
+
+def as_exponentials_of_gaps(sequences: list[Head], values: Callable[[Head], list[float]]) -> float:
+    """What numbers are exact to that sharp rows make small as e^-gap, of a gap between two logits.
+
+    The gap is as exact as two logits, which are as exact as the largest: its error is the relative one of the number.
+    """
+    found = [value for head in sequences for value in values(head)]
+    mean = float(np.mean(found)) if found else 0.0
+    return RESOLUTION * (1 + 2 * largest_logit(sequences) * mean)
+
+
+@within(relative=1e-5, absolute=lambda sequences: as_exponentials_of_gaps(sequences, entropy_floor))
 @of_head
 def entropy_floor(head: Head) -> list[float]:
     floors = []
@@ -44,6 +63,7 @@ def large_logit_ratio(sequences: list[Head]) -> float:
     return ratio(sum((row > 100).sum() for row in logits), sum(len(row) for row in logits))
 
 
+@within(relative=1e-5, absolute=lambda sequences: as_exponentials_of_gaps(sequences, softmax_sensitivity))
 @of_head
 def softmax_sensitivity(head: Head) -> list[float]:
     """1 - sum of squares = sum of the products of different weights, so that nothing cancels."""
@@ -92,10 +112,7 @@ def growths(sequences: list[Head]) -> list[Growth]:
 
 def resolution_of_entropy_growth(sequences: list[Head]) -> float:
     """What the slope is exact to where entropies are as exact as they are tested to be: their signs do not cancel."""
-    errors = [
-        (np.abs(x) * (max(1e-5, 1e-7 * largest) * h + 2 * np.finfo(np.float32).eps)).sum()
-        for x, h, largest in growths(sequences)
-    ]
+    errors = [(np.abs(x) * (max(1e-5, 1e-7 * largest) * h + RESOLUTION)).sum() for x, h, largest in growths(sequences)]
     return float(sum(errors) / max(1e-300, sum((x**2).sum() for x, _, _ in growths(sequences))))
 
 
