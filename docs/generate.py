@@ -70,8 +70,8 @@ def statistics_page() -> str:
 
 
 INTRODUCTION = """\
-Every statistic has a name, by which a monitor is asked for it (`AttentionMonitor(statistics=["entropy"])`), a function of
-tensors in `lightning_attn.functional`, and a metric of torchmetrics in `lightning_attn.metrics`: three ways to one
+Every statistic has a name, by which a monitor is asked for it (`AttentionMonitor(statistics=["entropy"])`), a function
+of tensors in `lightning_attn.functional`, and a metric of torchmetrics in `lightning_attn.metrics`: three ways to one
 implementation. Those marked with ● are computed where nobody names any; `statistics="all"` asks for every one. ◆ marks
 those that walk many times over whole matrices: a monitor takes them of `spectral_sequences=1` sequence.
 

@@ -21,6 +21,8 @@ _SMALLEST_GAP = -87.0
 #: What a row may give to other keys than one, at least, beside the 1 of its largest exponential: sums of exponentials
 #: that were cut off tell nothing.
 _SMALLEST_REST = 1e-30
+#: What the exponentials beside the largest one sum to, at least, where those that were cut off are nothing beside them.
+_EXACT_REST = 1e-26
 
 
 class Workspace:
@@ -91,11 +93,17 @@ class RowBlock:
         keep it and show that their row is not finite.
         """
         if self._visible is not None:
-            first, visible = self._visible
-            unsure_BHRM = self._logits_BHRM[..., first:]
+            unsure_BHRM = self._logits_BHRM[..., self._visible[0] :]
             unsure_BHRM.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        self._put_below(self._logits_BHRM)
+
+    def _put_below(self, tensor_BHRM: Tensor) -> None:
+        """Give hidden keys in a tensor of the block's size the number that stands for their logit."""
+        if self._visible is not None:
+            first, visible = self._visible
+            unsure_BHRM = tensor_BHRM[..., first:]
             torch.minimum(unsure_BHRM, torch.where(visible, torch.inf, _HIDDEN), out=unsure_BHRM)
-        self._overwrite_removed(self._logits_BHRM, _HIDDEN)
+        self._overwrite_removed(tensor_BHRM, _HIDDEN)
 
     def _clear(self, tensor_BHRM: Tensor) -> Tensor:
         """Set a tensor of the block's size to zero where keys are hidden."""
@@ -222,17 +230,50 @@ class RowBlock:
 
     @cached_property
     def log_sum_BHR(self) -> Tensor:
-        """``log(sum e^gap)``, exact also where the sum is hardly more than the 1 of the largest logit.
+        """``log(sum e^gap)``, exact also where the sum is hardly more than the 1 of the largest logit."""
+        return torch.where(self._is_sharp_BHR, self.rest_BHR.log1p(), self.exponential_sum_BHR.log())
 
-        There a single key has the largest logit, and what the others add is summed on its own. Blocks without such rows
-        do without, where to look for them costs nothing.
-        """
-        sum_BHR = self.exponential_sum_BHR
-        is_hardly_more_BHR = sum_BHR < 1.1
-        if sum_BHR.device.type == "cpu" and not bool(is_hardly_more_BHR.any()):
-            return sum_BHR.log()
-        below_BHRM = self._scratch(torch.sign, self.gap_BHRM).mul_(self.exponentials_BHRM)
-        return torch.where(is_hardly_more_BHR, torch.log1p(-below_BHRM.sum(-1)), sum_BHR.log())
+    @cached_property
+    def _is_sharp_BHR(self) -> Tensor:
+        """Rows in which a single key has the largest logit, and the others together hardly more than nothing."""
+        return self.exponential_sum_BHR < 1.1
+
+    @cached_property
+    def rest_BHR(self) -> Tensor:
+        """Sum of the exponentials of all keys but one of the largest logit, exact also where it is nearly nothing."""
+        rest_BHR = self.exponential_sum_BHR - 1
+        if not self._has_any(self._is_sharp_BHR):
+            return rest_BHR
+        return torch.where(self._is_sharp_BHR, -self._others_BHRM.sum(-1), rest_BHR)
+
+    @cached_property
+    def rest_square_sum_BHR(self) -> Tensor:
+        """Sum of the squared exponentials of all keys but one of the largest logit, as exact."""
+        norm_BHR: Tensor = torch.linalg.vector_norm(self.exponentials_BHRM, dim=-1)
+        rest_BHR = norm_BHR.square() - 1
+        if not self._has_any(self._is_sharp_BHR):
+            return rest_BHR
+        of_others_BHR: Tensor = torch.linalg.vector_norm(self._others_BHRM, dim=-1)
+        return torch.where(self._is_sharp_BHR, of_others_BHR.square(), rest_BHR)
+
+    @property
+    def _others_BHRM(self) -> Tensor:
+        """The exponentials without those of the largest logit, negative; lost when the block is asked for more."""
+        return self._scratch(torch.sign, self.gap_BHRM).mul_(self.exponentials_BHRM)
+
+    @staticmethod
+    def _has_any(is_special: Tensor) -> bool:
+        """Whether rows may be of a kind that takes more work: to look costs nothing on a CPU, and a wait elsewhere."""
+        return is_special.device.type != "cpu" or bool(is_special.any())
+
+    def count_above(self, limit: float) -> Tensor:
+        """How many visible logits of each row exceed a number, (B, H, R); anything in absent rows."""
+        is_reached_BHR = self.row_max_BHR > limit
+        if not self._has_any(is_reached_BHR):
+            return torch.zeros_like(self.row_max_BHR)
+        # A gap is exact where its logit is at least half the largest; others may be misjudged by the rounding of that.
+        above_BHRM = self._scratch(torch.gt, self.gap_BHRM, (limit - self.row_max_BHR)[..., None])
+        return self._clear(above_BHRM).sum(-1)
 
     @cached_property
     def logit_std_BHR(self) -> Tensor:
@@ -240,8 +281,8 @@ class RowBlock:
         count_BHR = self.visible_count_BHR.clamp(min=1)
         centred_BHRM = self._scratch(torch.sub, self.gap_BHRM, (self._gap_sum_BHR / count_BHR)[..., None])
         self._clear(centred_BHRM)
-        deviation_BHR: Tensor = torch.linalg.vector_norm(centred_BHRM, dim=-1)
-        return deviation_BHR / count_BHR.sqrt()
+        # `vector_norm` adds one after the other on a CPU, so that long rows lose digits; sums are taken in pairs.
+        return (centred_BHRM.square_().sum(-1) / count_BHR).sqrt()
 
     @cached_property
     def weight_max_BHR(self) -> Tensor:
@@ -284,9 +325,46 @@ class RowBlock:
     def self_weight_BHR(self) -> Tensor:
         """The weight that each query gives to the key of its own number; zero where it does not see it."""
         if self.stop <= self._shape[3]:
-            own_BHRR = self.exponentials_BHRM[..., self.start : self.stop]
-            return own_BHRR.diagonal(dim1=-2, dim2=-1) / self.total_BHR
+            return self._of_self(self.exponentials_BHRM) / self.total_BHR
         return self._weight_on(self.number_R)
+
+    def _of_self(self, tensor_BHRM: Tensor) -> Tensor:
+        """The entry of each row at its own number; anything where the block does not have that key."""
+        if self.stop <= self._shape[3]:
+            return tensor_BHRM[..., self.start : self.stop].diagonal(dim1=-2, dim2=-1)
+        return tensor_BHRM.gather(-1, self._index_of(self.number_R)[0])[..., 0]
+
+    @cached_property
+    def sees_self_BHR(self) -> Tensor:
+        """Whether each query may see the key of its own number."""
+        return self._sees(self.number_R)
+
+    @cached_property
+    def self_log_odds_BHR(self) -> Tensor:
+        """Log of the weight on the key of the row's own number over the weight of all other keys.
+
+        Anything where the row does not see it, or sees nothing else. It is the logit minus the ``logsumexp`` of the
+        others, which holds all that weights are too small for.
+        """
+        own_gap_BHR = self._of_self(self.gap_BHRM)
+        others_BHR = torch.where(
+            own_gap_BHR < 0, self.exponential_sum_BHR - self._of_self(self.exponentials_BHRM), self.rest_BHR
+        )
+        log_odds_BHR = own_gap_BHR - others_BHR.log()
+        is_cut_off_BHR = self.spread_out_BHR & (self.rest_BHR < _EXACT_REST)
+        if not self._has_any(is_cut_off_BHR):
+            return log_odds_BHR
+        return torch.where(is_cut_off_BHR, own_gap_BHR - self._log_sum_of_others_BHR, log_odds_BHR)
+
+    @property
+    def _log_sum_of_others_BHR(self) -> Tensor:
+        """The ``logsumexp`` of the gaps without the row's own key, relative to the largest of these."""
+        gap_BHRM = self._workspace.buffer(2, self._shape).copy_(self.gap_BHRM)
+        self._put_below(gap_BHRM)
+        self._overwrite(gap_BHRM, self.number_R, _HIDDEN)
+        largest_BHR = gap_BHRM.amax(-1)
+        sum_BHR = gap_BHRM.sub_(largest_BHR[..., None]).clamp_(min=_SMALLEST_GAP).exp_().sum(-1)
+        return largest_BHR + sum_BHR.log()
 
     @cached_property
     def number_R(self) -> Tensor:

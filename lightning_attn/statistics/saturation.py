@@ -24,3 +24,25 @@ class MaxWeight(RowMean):
     def values(self, rows: RowBlock) -> Tensor:
         """Largest weight of each row."""
         return rows.weight_max_BHR
+
+
+@register
+class SoftmaxSensitivity(RowMean):
+    r"""Mean over rows of :math:`1 - \sum_j p_{ij}^2`, the trace of the Jacobian of the row's softmax.
+
+    :math:`J = \operatorname{diag}(p) - p p^T` is what gradients pass on their way from weights to logits. With
+    exponentials :math:`e_j` relative to the largest, :math:`R` the sum and :math:`Q` the sum of squares of those of all
+    other keys, the trace is :math:`(R + R (1 + R) - Q) / (1 + R)^2`: nothing is subtracted from one, so that it is
+    exact where a row is all but locked. Beside a learned sink it is that of the weights renormalised over real keys.
+    """
+
+    name = "softmax_sensitivity"
+    range = Range(0, 1)
+    uniform = "mean of 1 − 1 / m_i"
+    reading = "Saturation: near 0 the rows are locked onto one key each, and no gradient reaches their logits."
+    by_default = False
+
+    def values(self, rows: RowBlock) -> Tensor:
+        """Trace of the Jacobian of each row."""
+        rest_BHR, sum_BHR = rows.rest_BHR, rows.exponential_sum_BHR
+        return (rest_BHR + (rest_BHR * sum_BHR - rows.rest_square_sum_BHR)) / sum_BHR.square()

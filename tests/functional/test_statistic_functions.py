@@ -98,11 +98,15 @@ def test_dense_weights_have_the_values_of_the_reference(kind: str, data: st.Data
             continue
         tolerance = reference.TOLERANCES.get(name)
         relative = 1e-3 if statistic.is_spectral else 2e-5
-        absolute = 2e-6 if tolerance is None else 10 * tolerance.absolute
+        relative = relative if tolerance is None else max(relative, tolerance.relative)
         for value, expected, sequences in zip(
             values_H.tolist(), reference.head_values(name, heads), heads, strict=True
         ):
-            if name in ("spectral_gap", "consensus_rate"):
+            absolute = 2e-6
+            if tolerance is not None:
+                of_head = tolerance.absolute
+                absolute = 10 * (of_head(sequences) if callable(of_head) else of_head)
+            elif name in ("spectral_gap", "consensus_rate"):
                 absolute = relative  # differences of numbers near 1
             elif name in reference.SHARES:  # patterns beside what they differ from uniform ones
                 absolute = relative + 1e-6 / max(reference.contrast(name, sequences), 1e-6)

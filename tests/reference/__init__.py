@@ -11,7 +11,7 @@ Nothing of `lightning_attn` but the fields of a call is used here.
 import importlib
 import pkgutil
 
-from reference.core import OF_SEQUENCES, STATISTICS, TOLERANCES, Head, Tolerance, head_values, heads
+from reference.core import AS_EXACT_AS_LOGITS, OF_SEQUENCES, STATISTICS, TOLERANCES, Head, Tolerance, head_values, heads
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"reference.{_module.name}")
@@ -20,6 +20,7 @@ from reference.lenses import deviations, second_eigenvalue  # noqa: E402
 from reference.undecided import SHARES, contrast, is_undecided  # noqa: E402
 
 __all__ = [
+    "AS_EXACT_AS_LOGITS",
     "OF_SEQUENCES",
     "SHARES",
     "STATISTICS",

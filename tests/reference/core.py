@@ -96,7 +96,8 @@ class Tolerance:
     """How exactly a statistic must equal its reference, where that is not what all others must."""
 
     relative: float
-    absolute: float
+    #: A number, or what gives it for the sequences of a head.
+    absolute: float | Callable[[list[Head]], float]
     #: Whether rounding decides.
     is_undecided: Callable[[list[Head]], bool] = lambda sequences: False
 
@@ -106,6 +107,8 @@ OF_SEQUENCES: dict[str, Callable[[list[Head]], float]] = {}
 TOLERANCES: dict[str, Tolerance] = {}
 #: Those of which the largest is taken rather than the mean.
 MAXIMA: set[str] = set()
+#: Those that are of logits, which are sums of products that may cancel: they are as exact as the largest of them.
+AS_EXACT_AS_LOGITS: set[str] = {"max_logit", "logit_std"}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -123,7 +126,9 @@ def of_sequences(function: Callable[[list[Head]], float]) -> Callable[[list[Head
 
 
 def within(
-    relative: float, absolute: float, is_undecided: Callable[[list[Head]], bool] = lambda sequences: False
+    relative: float,
+    absolute: float | Callable[[list[Head]], float],
+    is_undecided: Callable[[list[Head]], bool] = lambda sequences: False,
 ) -> Callable[[_Function], _Function]:
     """Say how exactly a statistic must equal its reference."""
 

@@ -43,9 +43,8 @@ def assert_equals_reference(call: AttentionCall) -> None:
         relative = 1e-3 if OF_ROWS[name].is_spectral else max(1e-5, 1e-7 * largest)
         absolute = RESOLUTION
         if tolerance is not None:
-            relative, absolute = tolerance.relative, tolerance.absolute
-        elif name in ("max_logit", "logit_std", "transport_cost", "free_energy"):
-            # Logits are sums of products, which may cancel: they are as exact as the largest of them.
+            relative = tolerance.relative
+        elif name in reference.AS_EXACT_AS_LOGITS:
             absolute *= max(1, largest)
         elif name in ("spectral_gap", "consensus_rate"):
             absolute = relative  # differences of numbers near 1
@@ -55,6 +54,9 @@ def assert_equals_reference(call: AttentionCall) -> None:
             if name in reference.SHARES:
                 # A difference of numbers near 1, of patterns that are as exact as weights are beside what they differ.
                 absolute = relative + RESOLUTION / max(reference.contrast(name, sequences), 1e-6)
+            if tolerance is not None:
+                of_head = tolerance.absolute
+                absolute = of_head(sequences) if callable(of_head) else of_head
             if not reference.is_undecided(name, sequences):
                 assert got[number] == pytest.approx(expected[number], rel=relative, abs=absolute, nan_ok=True), (
                     f"{name} of head {number}: {got} instead of {expected}, largest logit {largest:.4g}"
@@ -219,6 +221,7 @@ def test_one_token() -> None:
         "self_weight": 1,
         "marginal_gap": 0,
         "position_concentration": 1,
+        "large_logit_ratio": 0,
         "uniform_position_concentration": 1,
         "value_weighted_sink": 1,
         "stable_rank": pytest.approx(1),
