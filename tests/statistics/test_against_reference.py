@@ -436,6 +436,8 @@ def test_one_token() -> None:
         "position_concentration": 1,
         "uniform_position_concentration": 1,
         "stable_rank": pytest.approx(1),
+        "row_stochasticity_error": 0,
+        "sink_logit_mass": 0,
         "non_finite_share": 0,
         "hidden_row_share": 0,
     }

@@ -1,0 +1,1 @@
+"""Functions of attention weights, for those who have them at hand."""
