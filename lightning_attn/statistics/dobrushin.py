@@ -20,9 +20,11 @@ class Dobrushin(RowStatistic):
     r"""Mean over sequences of Dobrushin's coefficient :math:`\tau(A) = \frac12 \max_{i,k} \|A_i - A_k\|_1`.
 
     No coordinate of the outputs is spread wider than :math:`\tau` times that of the values:
-    :math:`\mathrm{range}(A X) \le \tau\, \mathrm{range}(X)`, where rows sum to one. Exact up to 128 present rows, and a
-    lower bound beyond; see `lightning_attn.statistics.row_distance`. Absent where fewer than two rows are present.
-    Weights are as the model uses them: beside a learned sink, rows sum to less than one and are not renormalised.
+    :math:`\mathrm{range}(A X) \le \tau\, \mathrm{range}(X)`, where rows sum to one. Of causal heads it is then
+    :math:`1 - \min_i A_{i1}`, for no two rows are farther apart than one of them is from the first. Exact for these and
+    up to 128 present rows, and a lower bound beyond; see `lightning_attn.statistics.row_distance`. Absent where fewer
+    than two rows are present. Weights are as the model uses them: beside a learned sink, rows sum to less than one and
+    are not renormalised.
     """
 
     name = "dobrushin"
@@ -30,7 +32,7 @@ class Dobrushin(RowStatistic):
     uniform = "0; causal: 1 − 1/n"
     reading = (
         "0: one step makes all tokens equal; 1: two tokens share no key. Causal heads stay near 1, for the first token "
-        "sees itself only. A lower bound beyond 128 tokens: `dobrushin_bound` is the upper one."
+        "sees itself only. A lower bound where heads look ahead at more than 128 tokens: `dobrushin_bound` is above it."
     )
     source = "Dobrushin 1956; Seneta 1981, Non-negative Matrices and Markov Chains; Wu et al. 2025, arXiv:2502.01951"
     by_default = False
@@ -70,13 +72,13 @@ class DobrushinBound(RowStatistic):
         super().__init__(row_pass)
         call = row_pass.call
         self._smallest_BHM = torch.full((call.sequences, call.heads, call.keys), torch.inf, device=call.query.device)
-        self._mass: Tensor | float = 0.0
-        self._rows: Tensor | int = 0
+        self._mass_BH = torch.zeros_like(self._smallest_BHM[..., 0])
+        self._rows_BH = torch.zeros_like(self._mass_BH)
 
     def add(self, rows: RowBlock) -> None:
         """Take the smallest weight of each key; keys that the block leaves out have none of its rows."""
-        self._rows = self._rows + rows.present_BHR.sum(-1)
-        self._mass = torch.maximum(torch.as_tensor(self._mass, device=rows.mass_BHR.device), rows.mass_BHR.amax(-1))
+        self._rows_BH += rows.present_BHR.sum(-1)
+        torch.maximum(self._mass_BH, rows.mass_BHR.amax(-1), out=self._mass_BH)
         weights_BHRM = rows.weights_BHRM
         weights_BHRM.add_(torch.where(rows.present_BHR, 0.0, torch.inf)[..., None])
         seen_BHM, unseen_BHM = self._smallest_BHM[..., : rows.keys], self._smallest_BHM[..., rows.keys :]
@@ -85,6 +87,5 @@ class DobrushinBound(RowStatistic):
 
     def result(self) -> Ratio:
         """The bound of each sequence with two present rows."""
-        assert isinstance(self._mass, Tensor) and isinstance(self._rows, Tensor)
-        in_common_BH = self._smallest_BHM.sum(-1, dtype=wide(self._mass.device))
-        return mean_over_sequences((self._mass - in_common_BH).clamp(min=0), self._rows >= 2)
+        in_common_BH = self._smallest_BHM.sum(-1, dtype=wide(self._smallest_BHM.device))
+        return mean_over_sequences((self._mass_BH - in_common_BH).clamp(min=0), self._rows_BH >= 2)

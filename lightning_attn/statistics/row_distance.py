@@ -19,19 +19,19 @@ _WALKS = 4
 def largest_row_distance(row_pass: RowPass, present_BHN: Tensor) -> Tensor:
     r"""The largest distance :math:`\|A_i - A_k\|_1` of two present rows, (B, H); zero where there are none.
 
-    Exact for up to 128 present rows. Of more it is a lower bound: the largest distance of any row to 128 evenly spaced
-    ones, and then, while that grows, of any row to the farthest one that was found. It is never below half of the true
-    one, since distances obey the triangle inequality.
+    Exact for up to 128 present rows, and for causal heads, whose first row has a single key: what two rows give to it
+    they share, so that one of them is at least as far from the first. Of others it is a lower bound: the largest
+    distance of any row to 128 evenly spaced ones, and then, while that grows, of any row to the farthest one that was
+    found. It is never below half of the true one, since distances obey the triangle inequality.
 
     Args:
         row_pass: the matrices.
         present_BHN: which rows count, boolean.
     """
-    anchors = min(ANCHORS, row_pass.call.queries)
+    is_long = row_pass.call.queries > ANCHORS
+    anchors = 1 if is_long and _begins_with_one_key(row_pass) else min(ANCHORS, row_pass.call.queries)
     largest_BH, farthest_BH = _farthest(row_pass, present_BHN, _evenly_spaced(present_BHN, anchors))
-    if row_pass.call.queries <= ANCHORS:
-        return largest_BH
-    for _ in range(_WALKS):
+    for _ in range(_WALKS if is_long else 0):
         distance_BH, next_BH = _farthest(row_pass, present_BHN, farthest_BH[..., None])
         grows_BH = distance_BH > largest_BH
         if not bool(grows_BH.any()):
@@ -39,6 +39,12 @@ def largest_row_distance(row_pass: RowPass, present_BHN: Tensor) -> Tensor:
         largest_BH = torch.where(grows_BH, distance_BH, largest_BH)
         farthest_BH = torch.where(grows_BH, next_BH, farthest_BH)
     return largest_BH
+
+
+def _begins_with_one_key(row_pass: RowPass) -> bool:
+    """Whether the first row that sees a key surely sees no other, and rows sum to one."""
+    is_triangle = row_pass.is_surely_causal and row_pass.call.visibility.is_alike_for_queries
+    return is_triangle and not row_pass.is_without_unit_rows
 
 
 def _evenly_spaced(present_BHN: Tensor, anchors: int) -> Tensor:

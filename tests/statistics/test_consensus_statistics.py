@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
-from lightning_attn.statistics import measure, resolve
+from lightning_attn.statistics import measure, resolve, row_distance
 from lightning_attn.statistics.row_distance import ANCHORS
 
 NAN = math.nan
@@ -165,6 +165,45 @@ def test_the_lower_bound_of_long_heads_is_close(name: str, causal: bool) -> None
     assert 0.98 * exact <= found <= exact + 1e-6
 
 
+@pytest.mark.parametrize("n", LENGTHS)
+def test_no_row_of_a_causal_head_is_farther_from_another_than_from_the_first(n: int) -> None:
+    call = of_logits(3 * torch.randn(n, n), causal=True)
+    (exact,) = reference.head_values("dobrushin", reference.heads(call))
+    assert exact == pytest.approx(1 - float(call.weights()[0, 0, :, 0].min()), rel=1e-6)
+    assert statistic("dobrushin", call) == pytest.approx(exact, rel=1e-5)
+
+
+def test_two_rows_that_are_compared_with_none_at_first() -> None:
+    """Either is half as far from the others, which are uniform, as from the other one."""
+    n = 400
+    weights = torch.full((n, n), 1 / n)
+    first_half = torch.arange(n) < n // 2
+    weights[134], weights[199] = first_half / (n // 2), ~first_half / (n // 2)
+    assert statistic("dobrushin", of_weights(weights)) == pytest.approx(1, abs=1e-6)
+
+
+def test_keys_that_only_later_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the first block, and a late row that is compared with all: what the block leaves out of it counts."""
+    monkeypatch.setattr(row_distance, "_WALKS", 0)
+    n, before = 400, 3
+    weights = torch.zeros(n, n + before)
+    weights[:, :4] = 0.25
+    weights[1, :5] = torch.tensor([0, 0, 0, 0.5, 0.5])
+    weights[-1, 3], weights[-1, -1] = 0, 0.25
+    tokens = torch.zeros(1, 1, n, 0), torch.zeros(1, 1, n + before, 0)
+    call = AttentionCall("s", *tokens, None, 1.0, Visibility(before), False, weight_matrix=weights[None, None])
+    found = measure(call, resolve("dobrushin"), block_bytes=4 * 20 * (n + before))["dobrushin"]
+    assert found.or_nan.tolist() == pytest.approx([1], abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [12, 300])
+@pytest.mark.parametrize("name", ["dobrushin", "dobrushin_bound"])
+def test_rows_that_see_nothing_are_far_from_none(name: str, n: int) -> None:
+    mask = torch.ones(n, n, dtype=torch.bool)
+    mask[1::3] = False
+    assert statistic(name, of_logits(torch.zeros(n, n), mask)) == pytest.approx(0, abs=1e-6)
+
+
 def test_long_heads_with_few_present_rows_are_exact() -> None:
     n = 300
     mask = (torch.arange(n) % 3 == 0).expand(n, n)
@@ -279,6 +318,16 @@ def test_a_token_without_a_row_of_its_own_that_others_see() -> None:
     assert math.isnan(statistic("leader_mass", call))
     mask[:, 5] = False
     assert not math.isnan(statistic("leader_mass", of_logits(torch.randn(n, n), mask)))
+
+
+@pytest.mark.parametrize("n", [8, 300])
+def test_a_given_row_of_zeros_is_none(n: int) -> None:
+    """Left padding in given weights without a mask; and a token that others see."""
+    weights = torch.zeros(n, n)
+    weights[2:, 2:] = (torch.randn(n - 2, n - 2) + 4 * (torch.arange(n - 2) == 3)).softmax(-1)
+    assert statistic("leader_position", of_weights(weights)) == 3
+    weights[5:, 1] = 0.1
+    assert math.isnan(statistic("leader_mass", of_weights(weights)))
 
 
 @pytest.mark.parametrize("n", [12, 300])
