@@ -401,6 +401,16 @@ class RowBlock:
         return torch.where(self.present_BHR, self.exponential_sum_BHR / self.total_BHR, 0.0)
 
     @cached_property
+    def sink_share_BHR(self) -> Tensor:
+        """What a learned sink logit takes of the softmax of each row: zero where there is none.
+
+        It is not one minus the rest, so that it is exact where it is tiny, and finite however far the logit is above.
+        """
+        if self._sink_logits_H1 is None:
+            return torch.zeros_like(self.row_max_BHR)
+        return torch.sigmoid(self._sink_logits_H1 - self.row_max_BHR - self.exponential_sum_BHR.log())
+
+    @cached_property
     def clean_exponentials_BHRM(self) -> Tensor:
         """The exponentials with numbers in absent rows too, because zero times NaN is NaN."""
         # To look whether there is any costs nothing on a CPU, and a wait elsewhere.

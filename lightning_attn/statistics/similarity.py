@@ -83,6 +83,28 @@ class LeaderDistance(StateStatistic):
 
 
 @register
+class LeaderDistanceOfOthers(StateStatistic):
+    r"""Distance of the other tokens that enter from the first of them, averaged over sequences.
+
+    :math:`1 - \frac1{n - 1} \sum_{j \ge 2} \cos(x_1, x_j)`: `LeaderDistance` without the first token's distance to
+    itself, which is :math:`n / (n - 1)` times that, so that short sequences compare with long ones.
+    """
+
+    name = "leader_distance_of_others"
+    range = Range(0, 2)
+    uniform = "any; orthogonal tokens: 1"
+    reading = "As `leader_distance`, at any length: 1 where tokens have nothing to do with the first one."
+    source = "Rodríguez Abella et al. 2025, PMLR 267"
+    by_default = False
+
+    @classmethod
+    def result(cls, entering: Tokens, leaving: Tokens | None) -> Ratio:
+        """The distance in each sequence with two tokens, whose first one is not zero."""
+        cosine_B = entering.others_leader_cosine_B
+        return mean_where_defined((1 - cosine_B).clamp(min=0), entering.has_pairs_B)
+
+
+@register
 class RankResidual(StateStatistic):
     r"""What is left of the states that enter without their mean, averaged over sequences.
 

@@ -141,6 +141,12 @@ class Tokens:
         return cosine_B
 
     @cached_property
+    def others_leader_cosine_B(self) -> Tensor:
+        """The same without the first token itself; NaN where it has no direction, or there is no other token."""
+        others_B: Tensor = self.leader_cosine_B * self.directed_B - 1
+        return others_B / (self.directed_B - 1)
+
+    @cached_property
     def deviation_square_sum_B(self) -> Tensor:
         """Sum of the squared distances of all tokens to their mean: of differences, so that nothing cancels."""
         mean_BL = self._sums.state / self.count_B.clamp(min=1)[:, None]

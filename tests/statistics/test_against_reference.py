@@ -227,6 +227,8 @@ def test_one_token() -> None:
         "stable_rank": pytest.approx(1),
         "effective_rank": pytest.approx(1),
         "participation_ratio": pytest.approx(1),
+        "row_stochasticity_error": 0,
+        "sink_logit_mass": 0,
         "non_finite_share": 0,
         "hidden_row_share": 0,
     }

@@ -61,6 +61,14 @@ def distance_from_the_first(states: np.ndarray) -> float:
     return 1 - float(np.mean([np.dot(first, state) / np.linalg.norm(state) for state in directed]))
 
 
+def distance_of_others_from_the_first(states: np.ndarray) -> float:
+    first, others = states[0], [state for state in states[1:] if state.any()]
+    if not others or not first.any():
+        return NAN
+    cosines = [np.dot(first, other) / np.linalg.norm(first) / np.linalg.norm(other) for other in others]
+    return 1 - float(np.mean(cosines))
+
+
 def relative_residual(states: np.ndarray) -> float:
     if len(states) < 2 or not states.any():
         return NAN
@@ -90,6 +98,7 @@ def expected(entering: np.ndarray, leaving: np.ndarray, real: np.ndarray) -> dic
             continue
         found["token_similarity"].append(mean_cosine_of_pairs(before))
         found["leader_distance"].append(distance_from_the_first(before))
+        found["leader_distance_of_others"].append(distance_of_others_from_the_first(before))
         found["rank_residual"].append(relative_residual(before))
         found["massive_activation"].append(largest_over_median(before))
         found["massive_activation_rate"].append(is_massive(before))
@@ -148,6 +157,7 @@ def test_every_statistic_equals_its_formula(batch: tuple[Tensor, Tensor, Tensor 
 def test_orthonormal_tokens(tokens: int) -> None:
     found = values(torch.linalg.qr(torch.randn(tokens, tokens, dtype=torch.float64)).Q[None])
     assert found["leader_distance"] == pytest.approx(1 - 1 / tokens, abs=1e-12)
+    assert found["leader_distance_of_others"] == pytest.approx(1, abs=1e-12)
     assert found["token_similarity"] == pytest.approx(0, abs=1e-12)
     assert found["rank_residual"] == pytest.approx(math.sqrt(1 - 1 / tokens), abs=1e-12)
 
@@ -167,6 +177,7 @@ def test_opposite_tokens() -> None:
     assert found["token_similarity"] == pytest.approx(-1)
     assert found["similarity_contraction"] == pytest.approx(2)
     assert found["leader_distance"] == pytest.approx(1)
+    assert found["leader_distance_of_others"] == pytest.approx(2)
     assert found["rank_residual"] == pytest.approx(1)
 
 
