@@ -42,6 +42,23 @@ def attention_distance(
 ) -> Tensor:
     r"""Mean distance :math:`\sum A_{ij} |i - j|` over that of uniform attention, :math:`\sum U_{ij} |i - j|`."""
 
+def attention_centred_stable_rank(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Stable rank of what sets the head apart from uniform attention, :math:`\|A - U\|_F^2 / \|A - U\|_2^2`."""
+
 def attention_consensus_rate(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -58,6 +75,74 @@ def attention_consensus_rate(
     over_heads: OverHeads = "none",
 ) -> Tensor:
     r"""Mean over sequences of :math:`1 - |\lambda_2|`, with the second largest eigenvalue of the attention matrix."""
+
+def attention_critical_scaling(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""How sharply tokens tell themselves from others, in units of what as many tokens need."""
+
+def attention_dobrushin(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over sequences of Dobrushin's coefficient :math:`\tau(A) = \frac12 \max_{i,k} \|A_i - A_k\|_1`."""
+
+def attention_dobrushin_bound(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over sequences of :math:`\max_i \sum_j A_{ij} - \sum_j \min_i A_{ij}`, never below `Dobrushin`."""
+
+def attention_effective_rank(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Effective rank :math:`\exp(-\sum_k p_k \log p_k)` with :math:`p_k = \sigma_k / \sum_l \sigma_l`, over sequences."""
 
 def attention_entropy(
     weights: Tensor | AttentionCall | None = None,
@@ -76,6 +161,40 @@ def attention_entropy(
 ) -> Tensor:
     r"""Mean over rows of :math:`H_i / \log m_i`, with :math:`H_i = -\sum_j p_{ij} \log p_{ij}`."""
 
+def attention_entropy_floor(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of the least entropy that their logits allow, over :math:`\log m_i`."""
+
+def attention_entropy_growth(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""By how much entropy grows with the number of visible keys, :math:`d H / d \log m`."""
+
 def attention_entropy_without_sink(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -92,6 +211,23 @@ def attention_entropy_without_sink(
     over_heads: OverHeads = "none",
 ) -> Tensor:
     r"""The entropy without the key that receives most weight in its sequence and head; what is left is renormalised."""
+
+def attention_free_energy(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`-\log \sum_j e^{z_{ij}}`, the least that cost minus entropy can be."""
 
 def attention_hidden_row_share(
     weights: Tensor | AttentionCall | None = None,
@@ -127,8 +263,65 @@ def attention_kl_to_uniform(
 ) -> Tensor:
     r"""Mean over rows of :math:`\log m_i - H_i`, the divergence from uniform weights."""
 
+def attention_large_logit_ratio(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    limit: float = 100.0,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Share of the visible logits that exceed a limit."""
+
 def leader_distance(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""Distance of the tokens that enter from the first of them, averaged over sequences."""
+
+def leader_distance_of_others(
+    entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None
+) -> Tensor:
+    r"""Distance of the other tokens that enter from the first of them, averaged over sequences."""
+
+def attention_leader_mass(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over sequences of :math:`\max_j \pi_j`, with the stationary distribution :math:`\pi = \pi A` of the tokens."""
+
+def attention_leader_position(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over sequences of how many tokens come before the one with the largest stationary mass."""
 
 def attention_logit_std(
     weights: Tensor | AttentionCall | None = None,
@@ -228,6 +421,23 @@ def attention_non_finite_share(
 ) -> Tensor:
     r"""Share of rows with a visible logit that is infinite or NaN. Such rows are in no other statistic."""
 
+def attention_participation_ratio(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Participation ratio :math:`(\sum_k \sigma_k^2)^2 / \sum_k \sigma_k^4`, averaged over sequences."""
+
 def attention_position_concentration(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -282,6 +492,40 @@ def attention_positional_share_without_sink(
 def rank_residual(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""What is left of the states that enter without their mean, averaged over sequences."""
 
+def attention_row_stochasticity_error(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`|\sum_j A_{ij} - 1|`, with the weights as the model uses them."""
+
+def attention_selectivity(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`\operatorname{std}(z_i) / \sqrt{2 \log m_i}`, of the visible logits."""
+
 def attention_self_weight(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -301,6 +545,23 @@ def attention_self_weight(
 
 def similarity_contraction(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""By how much the mean cosine of two tokens is larger behind the module than before it, averaged over sequences."""
+
+def attention_sink_logit_mass(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of the share of the softmax that went to a learned sink logit, :math:`1 - \sum_j A_{ij}`."""
 
 def attention_sink_position(
     weights: Tensor | AttentionCall | None = None,
@@ -354,6 +615,40 @@ def attention_sink_strength(
 ) -> Tensor:
     r"""Mean weight on the first visible key, by the queries that can see it and are not it."""
 
+def attention_sinkhorn_distance(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of the total variation :math:`\frac12 \sum_j |A_{ij} - P_{ij}|` to the balanced plan."""
+
+def attention_softmax_sensitivity(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`1 - \sum_j p_{ij}^2`, the trace of the Jacobian of the row's softmax."""
+
 def attention_spectral_gap(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -388,6 +683,21 @@ def attention_stable_rank(
 ) -> Tensor:
     r"""Stable rank :math:`\|A\|_F^2 / \|A\|_2^2`, averaged over sequences."""
 
+def state_effective_rank(
+    entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None, *, tokens: int = 64
+) -> Tensor:
+    r"""Effective rank of centred states, :math:`\exp H(\sigma / \sum_k \sigma_k)`, averaged over sequences."""
+
+def state_participation_ratio(
+    entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None, *, tokens: int = 64
+) -> Tensor:
+    r"""Participation ratio of centred states, :math:`(\sum_k \sigma_k^2)^2 / \sum_k \sigma_k^4`, over sequences."""
+
+def state_stable_rank(
+    entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None, *, tokens: int = 64
+) -> Tensor:
+    r"""Stable rank of centred states, :math:`\sum_k \sigma_k^2 / \sigma_1^2`, averaged over sequences."""
+
 def attention_toeplitz_share(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,
@@ -407,6 +717,23 @@ def attention_toeplitz_share(
 
 def token_similarity(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
     r"""Mean cosine of all pairs of different tokens that enter, averaged over sequences."""
+
+def attention_transport_cost(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""Mean over rows of :math:`\langle p_i, -z_i \rangle`, what the weights pay for the keys that they go to."""
 
 def attention_uniform_position_concentration(
     weights: Tensor | AttentionCall | None = None,

@@ -47,6 +47,7 @@ class MassiveActivationRate(StateStatistic):
     """
 
     name = "massive_activation_rate"
+    lens = "Sinks"
     range = Range(0, 1)
     uniform = "any"
     example = 0.0

@@ -24,6 +24,7 @@ class AnySinkRate(RowStatistic):
     """
 
     name = "any_sink_rate"
+    lens = "Sinks"
     range = Range(0, 1)
     uniform = "0"
     example = 0.0

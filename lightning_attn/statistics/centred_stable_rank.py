@@ -30,6 +30,7 @@ class CentredStableRank(RowStatistic):
     """
 
     name = "centred_stable_rank"
+    lens = "Rank"
     range = Range(1, "n − 1")
     uniform = "absent; random logits near 0: n / 4"
     reading = (

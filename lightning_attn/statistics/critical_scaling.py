@@ -26,8 +26,10 @@ class CriticalScaling(RowMean):
     """
 
     name = "critical_scaling"
+    lens = "Critical scaling"
     range = Range(None, None)
     uniform = "0"
+    example = 0.0
     reading = (
         "γ/γ_c as self-weights tell it: exact where all pairs of tokens are equally alike. Below 1, a layer averages "
         "such tokens into one; above 1, it keeps them; below 0, tokens look away from themselves."

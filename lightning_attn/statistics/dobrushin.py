@@ -28,8 +28,10 @@ class Dobrushin(RowStatistic):
     """
 
     name = "dobrushin"
+    lens = "Consensus"
     range = Range(0, 1)
     uniform = "0; causal: 1 − 1/n"
+    example = 0.98438
     reading = (
         "0: one step makes all tokens equal; 1: two tokens share no key. Causal heads stay near 1, for the first token "
         "sees itself only. A lower bound where heads look ahead at more than 128 tokens: `dobrushin_bound` is above it."
@@ -62,8 +64,10 @@ class DobrushinBound(RowStatistic):
     """
 
     name = "dobrushin_bound"
+    lens = "Consensus"
     range = Range(0, 1)
     uniform = "0; causal: 1 − 1/n"
+    example = 0.98438
     reading = "Below 1: every row gives something to the same keys. It is above `dobrushin`, or equal to it."
     source = "Seneta 1981, Non-negative Matrices and Markov Chains"
     by_default = False

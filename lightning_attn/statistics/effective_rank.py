@@ -26,8 +26,10 @@ class EffectiveRank(RowStatistic):
     """
 
     name = "effective_rank"
+    lens = "Rank"
     range = Range(1, "n")
     uniform = "1; causal: 21.06 at n = 64, 102.7 at n = 1024"
+    example = 21.064
     reading = (
         "How many directions the head spreads over, small ones included: 1 for a sink and for uniform attention alike, "
         "n for the identity. Compare at one length only; absent in matrices of more than 1024² entries."

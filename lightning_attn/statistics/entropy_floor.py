@@ -41,8 +41,10 @@ class EntropyFloor(RowMean):
     """
 
     name = "entropy_floor"
+    lens = "Entropy and logits"
     range = Range(0, 1)
     uniform = "1"
+    example = 1.0
     reading = (
         "How far `entropy` could fall with logits as spread out as these; a bound. "
         "Falling to 0: nothing but their arrangement still keeps rows from collapse."

@@ -59,8 +59,10 @@ class EntropyGrowth(RowStatistic):
     """
 
     name = "entropy_growth"
+    lens = "Critical scaling"
     range = Range(None, None)
     uniform = "1"
+    example = 1.0
     reading = (
         "1: rows spread over all that they see, however much that is; 0: over as many keys at any length. "
         "Near 1, weights dilute as the context grows."

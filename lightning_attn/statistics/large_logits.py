@@ -22,8 +22,10 @@ class LargeLogitRatio(RowStatistic):
     """
 
     name = "large_logit_ratio"
+    lens = "Entropy and logits"
     range = Range(0, 1)
     uniform = "any"
+    example = 0.0
     reading = (
         "Share of logits above 100. Unlike `max_logit` it does not grow with batch and length: "
         "1e-4 and falling was healthy in Moonlight, growth is not."

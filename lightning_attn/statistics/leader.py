@@ -61,8 +61,10 @@ class LeaderMass(_OfStationaryDistribution):
     """
 
     name = "leader_mass"
+    lens = "Consensus"
     range = Range("1 / n", 1)
     uniform = "1 / n; causal: 1"
+    example = 1.0
     reading = (
         "1: repeated attention makes every token a copy of one; 1/n: their mean. Always 1 in causal heads. Absent "
         "where the head mixes too slowly to tell."
@@ -83,9 +85,11 @@ class LeaderPosition(_OfStationaryDistribution):
     """
 
     name = "leader_position"
+    lens = "Consensus"
     unit = "tokens"
     range = Range(0, "n − 1")
     uniform = "0"
+    example = 0.0
     reading = (
         "0: the first token is the one that others follow, as in causal heads. Only of use where `leader_mass` is high."
     )

@@ -23,8 +23,10 @@ class RowStochasticityError(RowMean):
     """
 
     name = "row_stochasticity_error"
+    lens = "Coverage"
     range = Range(0, None)
     uniform = "0"
+    example = 0.0
     reading = "0: rows are distributions. Above: a learned sink, dropout, coarse rounding (bfloat16: up to 0.004)."
     by_default = False
 
@@ -46,8 +48,10 @@ class SinkLogitMass(RowMean):
     """
 
     name = "sink_logit_mass"
+    lens = "Sinks"
     range = Range(0, 1)
     uniform = "0"
+    example = 0.0
     reading = "Near 1: the head does nothing most of the time, as `sink_strength` says where the sink is a token."
     source = "OpenAI 2025, arXiv:2508.10925; Xiao et al. 2024, arXiv:2309.17453"
     by_default = False

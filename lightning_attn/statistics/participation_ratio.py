@@ -28,8 +28,10 @@ class ParticipationRatio(RowStatistic):
     """
 
     name = "participation_ratio"
+    lens = "Rank"
     range = Range(1, "n")
     uniform = "1; causal: H_n² / (2 H_n − H_n⁽²⁾), 2.864 at n = 64"
+    example = 2.8638
     reading = (
         "How many directions carry the head's energy: between `stable_rank`, which asks for the first alone, and "
         "`effective_rank`, to which small ones count too. 1 for a sink and for uniform attention alike."

@@ -19,8 +19,10 @@ class Selectivity(RowMean):
     """
 
     name = "selectivity"
+    lens = "Entropy and logits"
     range = Range(0, None)
     uniform = "0"
+    example = 0.0
     reading = (
         "Logit spread in units of what freezes as many Gaussian logits: below 1 many keys share the weight, "
         "above 1 a few have it however many there are."

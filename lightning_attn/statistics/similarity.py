@@ -91,8 +91,10 @@ class LeaderDistanceOfOthers(StateStatistic):
     """
 
     name = "leader_distance_of_others"
+    lens = "Consensus"
     range = Range(0, 2)
     uniform = "any; orthogonal tokens: 1"
+    example = 0.014925
     reading = "As `leader_distance`, at any length: 1 where tokens have nothing to do with the first one."
     source = "Rodríguez Abella et al. 2025, PMLR 267"
     by_default = False

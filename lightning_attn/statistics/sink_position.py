@@ -27,6 +27,7 @@ class SinkPosition(RowStatistic):
     """
 
     name = "sink_position"
+    lens = "Sinks"
     unit = "tokens"
     range = Range(0, "n − 1")
     uniform = "0"

@@ -37,6 +37,7 @@ class SinkhornDistance(RowStatistic):
     """
 
     name = "sinkhorn_distance"
+    lens = "Transport"
     range = Range(0, 1)
     uniform = "0 without a mask"
     reading = (

@@ -35,6 +35,8 @@ class StateRank(StateStatistic):
     @classmethod
     def result(cls, entering: Tokens, leaving: Tokens | None) -> Ratio:
         """The rank for each sequence that has so many tokens."""
+        if cls.tokens < 2:
+            raise ValueError(f"`tokens` must be at least 2, got {cls.tokens}.")
         energies_BT = entering.shared(centred_energies, cls.tokens)
         rank_B = torch.where(energies_BT[:, -1] > 0, cls.rank(energies_BT), 0.0)
         return mean_where_defined(rank_B, entering.finite_B & (entering.count_B >= cls.tokens))
@@ -53,6 +55,8 @@ class StateStableRank(StateRank):
     """
 
     name = "state_stable_rank"
+    lens = "Rank"
+    example = 63.0
     reading = (
         "1: the tokens differ along one direction, as where one has a massive activation; 0: they are equal. "
         "Of 64 tokens, so that lengths can be compared; `rank_residual` tells how much they differ."
@@ -73,6 +77,8 @@ class StateEffectiveRank(StateRank):
     """
 
     name = "state_effective_rank"
+    lens = "Rank"
+    example = 63.0
     reading = (
         "How many directions the tokens differ along, weak ones included; near a collapse these are the states' own "
         "rounding. 0: they are equal. Of 64 tokens, so that lengths can be compared."
@@ -95,6 +101,8 @@ class StateParticipationRatio(StateRank):
     """
 
     name = "state_participation_ratio"
+    lens = "Rank"
+    example = 63.0
     reading = (
         "How many directions carry the variance of the tokens: the dimension of their cloud. 0: they are equal. "
         "Of 64 tokens, so that lengths can be compared."

@@ -97,6 +97,7 @@ class PositionalShareWithoutSink(PositionalShare):
     """
 
     name = "positional_share_without_sink"
+    lens = "Position"
     range = Range(None, 1)
     uniform = "absent"
     reading = "As `positional_share`, of what a sink on the first key leaves. Needs two sequences."

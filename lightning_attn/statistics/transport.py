@@ -23,9 +23,11 @@ class TransportCost(RowMean):
     """
 
     name = "transport_cost"
+    lens = "Transport"
     unit = "nats"
     range = Range(None, None)
     uniform = "minus the mean logit"
+    example = 0.0
     reading = (
         "What rows pay for where they look: falls as logits grow. A constant added to the logits of a row, "
         "which leaves its weights as they are, moves it too."
@@ -48,9 +50,11 @@ class FreeEnergy(RowMean):
     """
 
     name = "free_energy"
+    lens = "Transport"
     unit = "nats"
     range = Range(None, None)
     uniform = "transport_cost − mean of log m_i"
+    example = -3.2566
     reading = (
         "transport_cost minus the entropy: close to it where rows are certain. "
         "A constant added to the logits of a row moves it too."

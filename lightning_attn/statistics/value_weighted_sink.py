@@ -25,6 +25,7 @@ class ValueWeightedSink(RowStatistic):
     """
 
     name = "value_weighted_sink"
+    lens = "Sinks"
     range = Range(0, 1)
     uniform = "causal, values of one length: H_n / n"
     example = 0.074123
