@@ -43,16 +43,20 @@ class Dobrushin(RowStatistic):
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)
         self._present: list[Tensor] = []
+        self._mass: list[Tensor] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Note which rows are present."""
+        """Note which rows are present, and their sums."""
         self._present.append(rows.present_BHR)
+        self._mass.append(rows.mass_BHR)
 
     def result(self) -> Ratio:
         """The coefficient of each sequence with two present rows."""
         present_BHN = torch.cat(self._present, dim=-1)
-        distance_BH = largest_row_distance(self.row_pass, present_BHN)
-        return mean_over_sequences(distance_BH / 2, present_BHN.sum(-1) >= 2)
+        coefficient_BH = largest_row_distance(self.row_pass, present_BHN) / 2
+        # Rounding exceeds it where rows share nothing; given rows may really sum to more than one.
+        largest_BH = torch.cat(self._mass, dim=-1).amax(-1).clamp(min=1)
+        return mean_over_sequences(torch.minimum(coefficient_BH, largest_BH), present_BHN.sum(-1) >= 2)
 
 
 @register

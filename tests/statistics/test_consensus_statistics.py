@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
-from lightning_attn.statistics import measure, resolve, row_distance
+from lightning_attn.statistics import Ratio, measure, resolve, row_distance
 from lightning_attn.statistics.row_distance import ANCHORS
 
 NAN = math.nan
@@ -136,6 +136,27 @@ def test_one_step_contracts_by_no_less(n: int, size: float) -> None:
     assert (image <= exact * before + 1e-9).all()
     if n <= ANCHORS:
         assert coefficient == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [20, 128, 300])
+@pytest.mark.parametrize("size", [0.0, 1.0, 4.0, 30.0])
+def test_no_value_is_out_of_its_range(n: int, size: float) -> None:
+    names = ["dobrushin", "dobrushin_bound", "leader_mass", "sink_logit_mass"]
+    for causal in (False, True):
+        call = of_logits(size * torch.randn(1, 6, n, n), causal=causal)
+        for sink in (None, torch.randn(6)):
+            found = measure(replace(call, sink_logits=sink), resolve(names))
+            for name in names:
+                ratio = found[name]
+                assert isinstance(ratio, Ratio)
+                assert ((ratio.numerator >= 0) & (ratio.numerator <= ratio.denominator)).all(), name
+
+
+def test_given_rows_may_sum_to_more_than_one() -> None:
+    """What a key gets from one row alone: three here, in rows that sum to four."""
+    weights = torch.tensor([[3.0, 1.0, 0.0], [0.0, 1.0, 3.0], [0.0, 1.0, 3.0]])
+    assert statistic("dobrushin", of_weights(weights)) == pytest.approx(3)
+    assert statistic("dobrushin_bound", of_weights(weights)) == pytest.approx(3)
 
 
 def two_outlying_rows(n: int) -> Tensor:
