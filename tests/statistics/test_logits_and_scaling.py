@@ -21,7 +21,7 @@ from lightning_attn.functional.critical_scaling import (
     predicted_similarity,
 )
 from lightning_attn.functional.entropy_floor import entropy_floor
-from lightning_attn.statistics import RowMean, known_statistics, measure, measure_states, resolve
+from lightning_attn.statistics import RowBlock, RowMean, known_statistics, measure, measure_states, resolve
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.row_pass import passes
 
@@ -208,6 +208,13 @@ def test_large_logits_are_pooled_over_sequences_by_the_number_of_logits() -> Non
     assert statistic("large_logit_ratio", call) == pytest.approx(4 / 20)
 
 
+def test_rows_that_are_not_finite_have_no_large_logits() -> None:
+    logits = torch.tensor([[101.0, 250.0], [math.inf, 101.0], [math.nan, 0.0], [7.0, 0.0]])
+    call = replace(of_logits(logits), key=torch.zeros(1, 1, 2, 1), self_attention=False)
+    (sums,) = measure(call, resolve("large_logit_ratio")).values()
+    assert [part.item() for part in sums] == [2, 4]
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(0.0, 1.0), (4.5, 0.5), (9.0, 0.0)])
 def test_the_limit_of_large_logits(limit: float, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     ratio = known_statistics()["large_logit_ratio"]
@@ -298,11 +305,12 @@ def test_logits_that_grow_with_the_log_of_the_length_keep_entropy_from_growing()
     assert scaled < 0 < 0.8 < plain
 
 
-def test_entropy_growth_is_within_sequences() -> None:
+@pytest.mark.parametrize("n", [11, 12, 49, 93])
+def test_entropy_growth_is_within_sequences(n: int) -> None:
     """Two sequences that each see as many keys everywhere differ in length: nothing is known of growth."""
-    visible = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+    visible = torch.ones(2, 1, n, n, dtype=torch.bool)
     visible[1, ..., 5:] = False
-    tokens = torch.randn(2, 1, 12, 4)
+    tokens = torch.randn(2, 1, n, 4)
     call = AttentionCall("site", tokens, tokens, None, 1.0, Visibility(mask=visible), self_attention=True)
     for block_bytes in (4, 200, 2**30):
         sums = measure(call, resolve("entropy_growth"), block_bytes=block_bytes)["entropy_growth"]
@@ -420,6 +428,22 @@ def test_rows_that_do_not_see_themselves_are_in_no_critical_scaling() -> None:
 def test_critical_scaling_needs_queries_and_keys_of_the_same_tokens() -> None:
     assert math.isnan(statistic("critical_scaling", replace(of_logits(torch.randn(5, 5)), self_attention=False)))
     assert math.isnan(statistic("critical_scaling", of_one_row(torch.randn(5))))
+
+
+# Accelerators, which are not asked whether any row takes more work.
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["everything", "causal"])
+@pytest.mark.parametrize("size", [0.0, 1.0, 30.0, 300.0])
+def test_work_that_no_row_needs_changes_nothing(size: float, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = size * torch.randn(40, 40) + torch.where(torch.rand(40, 1) < 0.5, 0, 2 * size) * torch.eye(40)
+    logits[3, 2] = math.nan
+    call = of_logits(logits, causal)
+    names = (*NAMES, "entropy", "logit_std")
+    usual = measure(call, resolve(names))
+    monkeypatch.setattr(RowBlock, "_has_any", staticmethod(lambda is_special: True))
+    for name, sums in measure(call, resolve(names)).items():
+        torch.testing.assert_close(tuple(sums), tuple(usual[name]), rtol=1e-6, atol=1e-6)
 
 
 # Given weights.
