@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import indent
+from types import ModuleType
 
 from lightning_attn import functional, metrics
 from lightning_attn.functional.statistic_function import function_of
@@ -151,12 +152,9 @@ def metrics_stub() -> str:
     return formatted("\n".join(lines))
 
 
-def written(module: object) -> list[str]:
+def written(module: ModuleType) -> list[str]:
     """The imports of what is written by hand, by where it stands."""
-    return [
-        f"from {getattr(module, name).__module__} import {name} as {name}"
-        for name in module._WRITTEN  # type: ignore[attr-defined]
-    ]
+    return [f"from {one.__module__} import {one.__name__} as {one.__name__}" for one in module.WRITTEN]
 
 
 def values(statistic: type[Statistic]) -> dict[str, object]:

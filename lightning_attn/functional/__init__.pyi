@@ -4,8 +4,30 @@ from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.functional.attention import attention_call as attention_call
+from lightning_attn.functional.balanced_transport import sinkhorn as sinkhorn
+from lightning_attn.functional.composite_residual import rank_residual_composite as rank_residual_composite
+from lightning_attn.functional.consensus import stationary_distribution as stationary_distribution
+from lightning_attn.functional.critical_scaling import critical_gamma as critical_gamma
+from lightning_attn.functional.critical_scaling import estimated_gamma as estimated_gamma
+from lightning_attn.functional.critical_scaling import predicted_self_weight as predicted_self_weight
+from lightning_attn.functional.critical_scaling import predicted_similarity as predicted_similarity
+from lightning_attn.functional.floor import entropy_floor as entropy_floor
+from lightning_attn.functional.marginals import key_marginal as key_marginal
+from lightning_attn.functional.marginals import reference_key_marginal as reference_key_marginal
+from lightning_attn.functional.permutation import permutation_response as permutation_response
+from lightning_attn.functional.ranks import effective_rank as effective_rank
+from lightning_attn.functional.ranks import participation_ratio as participation_ratio
+from lightning_attn.functional.ranks import stable_rank as stable_rank
+from lightning_attn.functional.rollout import attention_rollout as attention_rollout
+from lightning_attn.functional.rollout import rollout_first_token_mass as rollout_first_token_mass
+from lightning_attn.functional.rollout import uniform_rollout_first_token_mass as uniform_rollout_first_token_mass
+from lightning_attn.functional.sinks import sink_importance as sink_importance
+from lightning_attn.functional.sinks import uniform_sink_importance as uniform_sink_importance
 from lightning_attn.functional.statistic_function import OverHeads
 from lightning_attn.functional.statistic_function import attention_statistics as attention_statistics
+from lightning_attn.functional.transport import free_energy as free_energy
+from lightning_attn.functional.transport import transport_cost as transport_cost
+from lightning_attn.functional.transport import transport_plan as transport_plan
 
 def attention_any_sink_rate(
     weights: Tensor | AttentionCall | None = None,

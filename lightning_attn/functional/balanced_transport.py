@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_attn.functional.transport import checked_scores, expanded
-from lightning_attn.statistics.sinkhorn_potentials import LOG_ZERO, KernelRows, least_tolerance, sinkhorn_scaling
+from lightning_attn.statistics.algebra.sinkhorn_potentials import (
+    LOG_ZERO,
+    KernelRows,
+    least_tolerance,
+    sinkhorn_scaling,
+)
 from lightning_attn.statistics.statistic import wide
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.markov_chain import stationary_of
+from lightning_attn.statistics.algebra.markov_chain import stationary_of
 
 
 @torch.no_grad()

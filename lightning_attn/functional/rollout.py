@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture import AttentionCall
-from lightning_attn.statistics.row_pass import passes
+from lightning_attn.statistics.rows.row_pass import passes
 
 #: Masks are looked at so many rows at a time.
 _SEEN_ROWS = 128

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.sinkhorn_potentials import LOG_ZERO
+from lightning_attn.statistics.algebra.sinkhorn_potentials import LOG_ZERO
 
 
 def transport_plan(scores: Tensor, epsilon: float = 1.0, mask: Tensor | None = None) -> Tensor:

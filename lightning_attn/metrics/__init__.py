@@ -12,7 +12,7 @@ from lightning_attn.metrics.statistic_metric import AttentionStatistics, metric_
 from lightning_attn.statistics.description import metric_name
 from lightning_attn.statistics.registry import known_statistics
 
-_WRITTEN = [AttentionStatistics.__name__]
+WRITTEN: tuple[type[Metric], ...] = (AttentionStatistics,)
 
 
 def __getattr__(name: str) -> type[Metric]:
@@ -23,7 +23,11 @@ def __getattr__(name: str) -> type[Metric]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*_WRITTEN, *map(metric_name, known_statistics().values())})
+    return sorted(_names())
 
 
-__all__ = [*_WRITTEN, *map(metric_name, known_statistics().values())]
+def _names() -> list[str]:
+    return [*(metric.__name__ for metric in WRITTEN), *map(metric_name, known_statistics().values())]
+
+
+__all__ = _names()

@@ -2,11 +2,11 @@
 
 from lightning_attn.statistics.measure import measure
 from lightning_attn.statistics.registry import known_statistics, register, resolve
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.state_statistic import StateStatistic, measure_states
+from lightning_attn.statistics.states.tokens import Tokens
 from lightning_attn.statistics.statistic import Maximum, Range, Ratio, RowMean, RowStatistic, Statistic
-from lightning_attn.statistics.tokens import Tokens
 
 __all__ = [
     "Maximum",

@@ -8,8 +8,8 @@ import torch
 
 from lightning_attn.statistics.registry import register
 from lightning_attn.statistics.state_statistic import StateStatistic, mean_where_defined
+from lightning_attn.statistics.states.tokens import Tokens
 from lightning_attn.statistics.statistic import Maximum, Range, Ratio
-from lightning_attn.statistics.tokens import Tokens
 
 
 @register

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lightning_attn.statistics.importance import SeeingQueries, importance
-from lightning_attn.statistics.received import ReceivedWeight, UniformReceivedWeight
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.importance import SeeingQueries, importance
+from lightning_attn.statistics.rows.received import ReceivedWeight, UniformReceivedWeight
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.sink import MIN_KEYS
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 

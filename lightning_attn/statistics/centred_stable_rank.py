@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.centred_weights import CentredWeights
+from lightning_attn.statistics.algebra.centred_weights import CentredWeights
+from lightning_attn.statistics.algebra.spectrum import leading_singular_values
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.spectrum import leading_singular_values
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 #: A matrix that differs from uniform attention by less than this part of it differs by its rounding.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.eigenvalue import second_eigenvalue
+from lightning_attn.statistics.algebra.eigenvalue import second_eigenvalue
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 
 
@@ -19,7 +19,7 @@ class ConsensusRate(RowStatistic):
     The matrix of a causal head is triangular, so that its eigenvalues are its diagonal: the first token's is 1, and the
     rate is :math:`1 - \max_{j \ge 2} A_{jj}`. Where a query sees a later key, the eigenvalue is exact up to 128 tokens,
     and from an iteration beyond, within 0.01. Absent where it is ill-conditioned, so that rounding alone would move it:
-    in heads that are nearly, but not quite, causal. See `lightning_attn.statistics.eigenvalue`.
+    in heads that are nearly, but not quite, causal. See `lightning_attn.statistics.algebra.eigenvalue`.
     """
 
     name = "consensus_rate"

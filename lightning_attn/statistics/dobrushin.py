@@ -1,6 +1,6 @@
 """By how much one step of attention brings tokens together at least.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_attn.statistics.algebra.row_distance import largest_row_distance
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_distance import largest_row_distance
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 
@@ -22,16 +22,16 @@ class Dobrushin(RowStatistic):
     No coordinate of the outputs is spread wider than :math:`\tau` times that of the values:
     :math:`\mathrm{range}(A X) \le \tau\, \mathrm{range}(X)`, where rows sum to one. Of causal heads it is then
     :math:`1 - \min_i A_{i1}`, for no two rows are farther apart than one of them is from the first. Exact for these and
-    up to 128 present rows, and a lower bound beyond; see `lightning_attn.statistics.row_distance`. Absent where fewer
-    than two rows are present. Weights are as the model uses them: beside a learned sink, rows sum to less than one and
-    are not renormalised.
+    up to 128 present rows, and a lower bound beyond; see `lightning_attn.statistics.algebra.row_distance`. Absent where
+    fewer than two rows are present. Weights are as the model uses them: beside a learned sink, rows sum to less than
+    one and are not renormalised.
     """
 
     name = "dobrushin"
     lens = "Consensus"
     range = Range(0, 1)
     uniform = "0; causal: 1 − 1/n"
-    example = 0.98438
+    example = 0.984375
     reading = (
         "0: one step makes all tokens equal; 1: two tokens share no key. Causal heads stay near 1, for the first token "
         "sees itself only. A lower bound where heads look ahead at more than 128 tokens: `dobrushin_bound` is above it."
@@ -71,7 +71,7 @@ class DobrushinBound(RowStatistic):
     lens = "Consensus"
     range = Range(0, 1)
     uniform = "0; causal: 1 − 1/n"
-    example = 0.98438
+    example = 0.984375
     reading = "Below 1: every row gives something to the same keys. It is above `dobrushin`, or equal to it."
     source = "Seneta 1981, Non-negative Matrices and Markov Chains"
     by_default = False

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 
 #: Matrices of at most so many entries are decomposed, a third of a second for one of 1024 × 1024. Larger ones have no
@@ -29,7 +29,7 @@ class EffectiveRank(RowStatistic):
     lens = "Rank"
     range = Range(1, "n")
     uniform = "1; causal: 21.06 at n = 64, 102.7 at n = 1024"
-    example = 21.064
+    example = 21.0641
     reading = (
         "How many directions the head spreads over, small ones included: 1 for a sink and for uniform attention alike, "
         "n for the identity. Compare at one length only; absent in matrices of more than 1024² entries."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_attn.statistics.received import ReceivedWeight
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.received import ReceivedWeight
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowMean, RowStatistic, sum_of_rows
 
 

@@ -18,7 +18,7 @@ from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.isolation import isolated
 from lightning_attn.capture.states import HiddenStates
 from lightning_attn.statistics.measure import Sums, measure
-from lightning_attn.statistics.row_pass import default_block_bytes
+from lightning_attn.statistics.rows.row_pass import default_block_bytes
 from lightning_attn.statistics.state_statistic import StateSums, measure_states
 from lightning_attn.statistics.statistic import Statistic
 

@@ -1,6 +1,6 @@
 """The token that all others would follow if attention were repeated.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from lightning_attn.statistics.algebra.stationary import StationaryDistribution
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.stationary import StationaryDistribution
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 
 #: Tokens whose masses differ by less than this part are alike, and the first of them leads: iterations tell no more.

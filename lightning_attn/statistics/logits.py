@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Maximum, Range, RowMean, RowStatistic
 
 

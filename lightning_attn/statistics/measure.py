@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.statistics.row_pass import RowPass, passes
+from lightning_attn.statistics.rows.row_pass import RowPass, passes
 from lightning_attn.statistics.statistic import Maximum, Ratio, RowMean, RowStatistic, RowSums, Statistic, wide
 
 
@@ -131,7 +131,7 @@ def measure(
         call: the call; no gradient must be recorded while this runs.
         statistics: which ones.
         spectral_sequences: how many sequences the spectral statistics are taken of; ``None`` for all.
-        block_bytes: see `lightning_attn.statistics.row_pass.passes`.
+        block_bytes: see `lightning_attn.statistics.rows.row_pass.passes`.
 
     Returns:
         Sums over sequences.

@@ -1,6 +1,6 @@
 """Whether rows of attention sum to one, and what a learned sink takes of them.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, RowMean, wide
 
 
@@ -28,6 +28,7 @@ class RowStochasticityError(RowMean):
     uniform = "0"
     example = 0.0
     reading = "0: rows are distributions. Above: a learned sink, dropout, coarse rounding (bfloat16: up to 0.004)."
+    source = "rows as those of a Markov chain: Nait Saada et al. 2025, arXiv:2410.07799"
     by_default = False
 
     def values(self, rows: RowBlock) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 #: A head whose largest weight is smaller gives everything to a learned sink: single precision does not hold the rest.
@@ -31,7 +31,7 @@ class ParticipationRatio(RowStatistic):
     lens = "Rank"
     range = Range(1, "n")
     uniform = "1; causal: H_n² / (2 H_n − H_n⁽²⁾), 2.864 at n = 64"
-    example = 2.8638
+    example = 2.86377
     reading = (
         "How many directions carry the head's energy: between `stable_rank`, which asks for the first alone, and "
         "`effective_rank`, to which small ones count too. 1 for a sink and for uniform attention alike."

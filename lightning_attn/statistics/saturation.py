@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.rows.row_block import RowBlock
 from lightning_attn.statistics.statistic import Range, RowMean
 
 
@@ -17,7 +17,7 @@ class MaxWeight(RowMean):
     lens = "Entropy and logits"
     range = Range(0, 1)
     uniform = "mean of 1 / m_i"
-    example = 0.059427
+    example = 0.0594268
     reading = "1: every query looks at a single key, through which alone gradients flow."
     source = "the confidence of Voita et al. 2019, arXiv:1905.09418"
 
@@ -40,8 +40,9 @@ class SoftmaxSensitivity(RowMean):
     lens = "Entropy and logits"
     range = Range(0, 1)
     uniform = "mean of 1 − 1 / m_i"
-    example = 0.94057
+    example = 0.940573
     reading = "Saturation: near 0 the rows are locked onto one key each, and no gradient reaches their logits."
+    source = "an identity: the trace of diag(p) − p pᵀ, the Jacobian of the softmax"
     by_default = False
 
     def values(self, rows: RowBlock) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.rows.row_block import RowBlock
 from lightning_attn.statistics.statistic import Range, RowMean
 
 

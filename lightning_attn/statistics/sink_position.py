@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_attn.statistics.importance import OtherSeeingQueries, ReceivedFromOthers, importance
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.importance import OtherSeeingQueries, ReceivedFromOthers, importance
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.sink import MIN_KEYS
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences
 

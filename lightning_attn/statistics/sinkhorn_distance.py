@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.received import UniformReceivedWeight
+from lightning_attn.statistics.algebra.sinkhorn_potentials import (
+    LOG_ZERO,
+    KernelRows,
+    least_tolerance,
+    sinkhorn_scaling,
+)
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
-from lightning_attn.statistics.sinkhorn_potentials import LOG_ZERO, KernelRows, least_tolerance, sinkhorn_scaling
+from lightning_attn.statistics.rows.received import UniformReceivedWeight
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 #: A sweep is a walk over the matrix: some 15 ms for a head of 1024 tokens on one core of a CPU. Attention that is not

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.state_spectrum import centred_energies
 from lightning_attn.statistics.state_statistic import StateStatistic, mean_where_defined
+from lightning_attn.statistics.states.state_spectrum import centred_energies
+from lightning_attn.statistics.states.tokens import Tokens
 from lightning_attn.statistics.statistic import Range, Ratio
-from lightning_attn.statistics.tokens import Tokens
 
 
 class StateRank(StateStatistic):

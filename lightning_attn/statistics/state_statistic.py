@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_attn.capture.states import HiddenStates
 from lightning_attn.statistics.measure import Sums
-from lightning_attn.statistics.median import TABLE_SIZE
-from lightning_attn.statistics.row_pass import default_block_bytes
+from lightning_attn.statistics.rows.row_pass import default_block_bytes
+from lightning_attn.statistics.states.median import TABLE_SIZE
+from lightning_attn.statistics.states.tokens import Tokens
 from lightning_attn.statistics.statistic import Maximum, Ratio, Statistic, mean_over_sequences
-from lightning_attn.statistics.tokens import Tokens
 
 #: So many tokens of a sequence are worth a block of their own; more sequences than fit beside them come later.
 _MIN_TOKENS = 32

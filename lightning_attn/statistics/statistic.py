@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 
 
 class Range(NamedTuple):

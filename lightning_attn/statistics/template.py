@@ -1,6 +1,6 @@
 """How much of a pattern is a matter of position: the part that all sequences have in common.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`, and C: diagonals of the matrix.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`, and C: diagonals of the matrix.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, wide
 
 #: A row that deviates from uniform weights by less than this part of them is uniform: the rest is rounding.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
+from lightning_attn.statistics.rows.row_block import RowBlock
 from lightning_attn.statistics.statistic import Range, RowMean
 
 
@@ -54,7 +54,7 @@ class FreeEnergy(RowMean):
     unit = "nats"
     range = Range(None, None)
     uniform = "transport_cost − mean of log m_i"
-    example = -3.2566
+    example = -3.25664
     reading = (
         "transport_cost minus the entropy: close to it where rows are certain. "
         "A constant added to the logits of a row moves it too."

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.received import ReceivedWeight
 from lightning_attn.statistics.registry import register
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.received import ReceivedWeight
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
 #: Less than that, beside the longest value, is what exponentials that were cut off leave, and tells nothing.
@@ -28,7 +28,7 @@ class ValueWeightedSink(RowStatistic):
     lens = "Sinks"
     range = Range(0, 1)
     uniform = "causal, values of one length: H_n / n"
-    example = 0.074123
+    example = 0.0741233
     reading = "Small beside `sink_strength`: a sink that adds nothing; as large: the first key is a hub of information."
     source = "after Gu et al. 2025, arXiv:2410.10781"
     by_default = False

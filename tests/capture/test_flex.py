@@ -108,7 +108,7 @@ def test_statistics_of_blocks_are_those_of_the_same_attention_with_a_mask(
             return nn.functional.scaled_dot_product_attention(query, key, value, self.visible, enable_gqa=True)
 
     if block_bytes is not None:
-        monkeypatch.setattr("lightning_attn.statistics.row_pass.BLOCK_BYTES", {"cpu": block_bytes})
+        monkeypatch.setattr("lightning_attn.statistics.rows.row_pass.BLOCK_BYTES", {"cpu": block_bytes})
     flex, tokens = Flex(None, allow, 2), torch.randn(SEQUENCES, TOKENS, 16)
     snapshots = []
     with torch.no_grad():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_attn.functional.entropy_floor import entropy_floor
+from lightning_attn.functional.floor import entropy_floor
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
-from lightning_attn.functional.key_marginal import key_marginal, marginal_gap, reference_key_marginal
+from lightning_attn.functional.marginals import key_marginal, marginal_gap, reference_key_marginal
 from lightning_attn.statistics import measure, resolve
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.position import (
+from lightning_attn.functional.permutation import (
     _permutation_response_compute,
     _permutation_response_update,
     permutation_response,

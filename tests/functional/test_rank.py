@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.rank import effective_rank, participation_ratio, stable_rank
+from lightning_attn.functional.ranks import effective_rank, participation_ratio, stable_rank
 
 RANKS = [stable_rank, participation_ratio, effective_rank]
 each_rank = pytest.mark.parametrize("rank", RANKS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.rank_residual import rank_residual_composite
+from lightning_attn.functional.composite_residual import rank_residual_composite
 
 
 def composite(matrix: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_attn.functional.balanced_transport import sinkhorn
 from lightning_attn.functional.transport import transport_plan
-from lightning_attn.statistics.sinkhorn_potentials import LOG_ZERO, KernelRows, sinkhorn_scaling
+from lightning_attn.statistics.algebra.sinkhorn_potentials import LOG_ZERO, KernelRows, sinkhorn_scaling
 
 TWO = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
 

@@ -116,7 +116,16 @@ def test_dense_weights_have_the_values_of_the_reference(kind: str, data: st.Data
 
 #: What depends on weights that single precision does not hold: on how far logits are apart, and on what is left without
 #: the largest weights.
-OF_SMALL_WEIGHTS = {"logit_std", "entropy_without_sink", "positional_share_without_sink", "toeplitz_share"}
+OF_SMALL_WEIGHTS = {
+    "critical_scaling",
+    "entropy_floor",
+    "entropy_without_sink",
+    "logit_std",
+    "positional_share_without_sink",
+    "selectivity",
+    "sinkhorn_distance",
+    "toeplitz_share",
+}
 
 
 def test_an_attention_call_is_taken_as_it_is() -> None:

@@ -28,6 +28,7 @@ from lightning_attn.statistics.description import metric_name
 matplotlib.use("Agg")
 
 STATISTICS = known_statistics()
+OF_CAUSAL_HEADS = [name for name, s in STATISTICS.items() if s.per == "head" and name != "sinkhorn_distance"]
 HEADS = 3
 
 
@@ -44,7 +45,7 @@ def a_batch(statistic: type[Statistic], sequences: slice = slice(None)) -> dict[
         "key": key[sequences],
         "value": value[sequences],
         "mask": real[sequences, None, None],
-        "is_causal": statistic.name != "sinkhorn_distance",  # which causal attention has not
+        "is_causal": statistic.name not in ("sinkhorn_distance", "leader_mass", "leader_position"),
     }
 
 
@@ -207,7 +208,7 @@ def test_metrics_of_a_collection_stay_apart_though_they_begin_alike() -> None:
             "hidden": metrics.AttentionHiddenRowShare(1),
             "not finite": metrics.AttentionNonFiniteShare(1),
             "rate": AttentionSinkRate(1),
-            "rate of 0.01": AttentionSinkRate(1, threshold=0.01),
+            "low rate": AttentionSinkRate(1, threshold=0.01),
         }
     )
     everything = torch.full((1, 1, 20, 20), 1 / 20)
@@ -216,7 +217,7 @@ def test_metrics_of_a_collection_stay_apart_though_they_begin_alike() -> None:
     spoilt[0, 0, :10] = math.nan
     collection.update(spoilt)
     found = {name: value.item() for name, value in collection.compute().items()}
-    assert found == pytest.approx({"hidden": 0, "not finite": 0.25, "rate": 0, "rate of 0.01": 1})
+    assert found == pytest.approx({"hidden": 0, "not finite": 0.25, "rate": 0, "low rate": 1})
 
 
 def test_a_collection_gives_states_and_weights_to_whom_they_belong() -> None:
@@ -295,7 +296,7 @@ def half_of_a_batch_on_each(rank: int) -> dict[str, list[Tensor]]:
 
 
 def many_statistics_at_once(rank: int) -> dict[str, Tensor]:
-    metric = AttentionStatistics(num_heads=HEADS, statistics="all")
+    metric = AttentionStatistics(num_heads=HEADS, statistics=OF_CAUSAL_HEADS)
     metric.update(**a_batch(STATISTICS["entropy"], slice(3) if rank == 0 else slice(3, 4)))
     return metric.compute()
 
@@ -334,9 +335,12 @@ def test_two_ranks_have_the_value_of_one_process(on_ranks: dict[str, tuple[Any, 
         for name, statistic in STATISTICS.items():
             for computed in rank[name]:
                 close(computed, expected_of_ranks(statistic))
+    alone = AttentionStatistics(num_heads=HEADS, statistics=OF_CAUSAL_HEADS)
+    for half in (slice(3), slice(3, 4)):
+        alone.update(**a_batch(STATISTICS["entropy"], half))
     for rank in on_ranks["many_statistics_at_once"]:
-        for name, found in rank.items():
-            close(found, expected_of_ranks(STATISTICS[name]))
+        for name, expected in alone.compute().items():
+            close(rank[name], expected)
 
 
 def test_a_rank_that_saw_nothing_adds_nothing(on_ranks: dict[str, tuple[Any, Any]]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
-from lightning_attn.statistics import effective_rank, measure, resolve, row_pass
+from lightning_attn.statistics import effective_rank, measure, resolve
+from lightning_attn.statistics.rows import row_pass
 
 NAMES = ["stable_rank", "participation_ratio", "effective_rank", "centred_stable_rank"]
 OF_WEIGHTS = NAMES[:3]

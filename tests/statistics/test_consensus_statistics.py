@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
-from lightning_attn.statistics import Ratio, measure, resolve, row_distance
-from lightning_attn.statistics.row_distance import ANCHORS
+from lightning_attn.statistics import Ratio, measure, resolve
+from lightning_attn.statistics.algebra import row_distance
+from lightning_attn.statistics.algebra.row_distance import ANCHORS
 
 NAN = math.nan
 LENGTHS = [5, 64, 200, 300]

@@ -20,10 +20,10 @@ from lightning_attn.functional.critical_scaling import (
     predicted_self_weight,
     predicted_similarity,
 )
-from lightning_attn.functional.entropy_floor import entropy_floor
+from lightning_attn.functional.floor import entropy_floor
 from lightning_attn.statistics import RowBlock, RowMean, known_statistics, measure, measure_states, resolve
 from lightning_attn.statistics.measure import Sums
-from lightning_attn.statistics.row_pass import passes
+from lightning_attn.statistics.rows.row_pass import passes
 
 NAMES = (
     "entropy_floor",

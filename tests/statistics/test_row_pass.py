@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_attn import AttentionCall
 from lightning_attn.capture import Visibility
 from lightning_attn.statistics import RowStatistic, known_statistics, measure, resolve
-from lightning_attn.statistics.row_pass import WRITTEN_BYTES, passes
+from lightning_attn.statistics.rows.row_pass import WRITTEN_BYTES, passes
 
 B, K, GROUP, N = 2, 2, 2, 18
 ONE_ROW, ONE_BLOCK = 4, 2**30

@@ -16,9 +16,9 @@ from lightning_attn.functional.sinks import sink_importance
 from lightning_attn.statistics import RowStatistic, known_statistics, measure, measure_states, resolve
 from lightning_attn.statistics.activations import MassiveActivationRate
 from lightning_attn.statistics.any_sink import AnySinkRate
-from lightning_attn.statistics.importance import OtherSeeingQueries, ReceivedFromOthers, SeeingQueries
-from lightning_attn.statistics.received import ReceivedWeight
-from lightning_attn.statistics.row_pass import passes
+from lightning_attn.statistics.rows.importance import OtherSeeingQueries, ReceivedFromOthers, SeeingQueries
+from lightning_attn.statistics.rows.received import ReceivedWeight
+from lightning_attn.statistics.rows.row_pass import passes
 from lightning_attn.statistics.sink import SinkRate
 
 N = 64
@@ -379,19 +379,22 @@ def test_importance_is_that_of_dense_weights(include_self: bool, block_bytes: in
 
 
 def test_given_weights_are_taken_as_they_are() -> None:
-    """Rows that sum to more or less than one, keys of no weight, and a row of nothing."""
+    """Rows that sum to more or less than one, keys of no weight, and a row of nothing, which is absent."""
     weights = torch.rand(2, 3, 14, 14) * torch.rand(2, 3, 14, 1) * (torch.rand(2, 3, 14, 14) < 0.7)
     weights[0, 0, 5] = 0
     weights[1, 1, :, 4] *= 8
     empty, value = torch.zeros(2, 3, 14, 0), torch.randn(2, 3, 14, 4)
     call = AttentionCall("site", empty, empty, value, 1.0, Visibility(0), True, weight_matrix=weights)
     seen = weights.double().tril()
-    received, queries = seen.sum(2), 14 - torch.arange(14)
-    of_others = (received - seen.diagonal(dim1=-2, dim2=-1)) / (queries - 1).clamp(min=1)
+    present = (seen.sum(-1, keepdim=True) > 0).double()
+    received, queries = seen.sum(2), present.expand(-1, -1, -1, 14).tril().sum(2)
+    others = queries - present[..., 0]
+    of_others = (received - seen.diagonal(dim1=-2, dim2=-1)) / others.clamp(min=1)
     brought = received * value.double().norm(dim=-1)
-    expected = {  # of the keys that at least 7 queries see, or 6.5 other ones
-        "any_sink_rate": ((received / queries)[..., :8].amax(-1) > 0.3).double(),
-        "sink_position": of_others[..., :7].argmax(-1).double(),
+    is_seen, is_seen_by_others = (2 * count >= count.amax(-1, keepdim=True) for count in (queries, others))
+    expected = {
+        "any_sink_rate": ((is_seen * received / queries).amax(-1) > 0.3).double(),
+        "sink_position": (is_seen_by_others * of_others).argmax(-1).double(),
         "value_weighted_sink": brought[..., 0] / brought.sum(-1),
     }
     assert 0 < expected["any_sink_rate"].mean() < 1

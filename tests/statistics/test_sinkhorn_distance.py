@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_attn.capture import Visibility
 from lightning_attn.functional.balanced_transport import sinkhorn
-from lightning_attn.statistics import known_statistics, measure, resolve, row_pass
+from lightning_attn.statistics import known_statistics, measure, resolve
+from lightning_attn.statistics.rows import row_pass
 
 
 def distance(logits: Tensor, causal: bool = False, mask: Tensor | None = None) -> float:

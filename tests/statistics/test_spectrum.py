@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture import AttentionCall, Visibility
-from lightning_attn.statistics import measure, resolve, row_pass, spectrum
+from lightning_attn.statistics import measure, resolve
+from lightning_attn.statistics.algebra import spectrum
+from lightning_attn.statistics.rows import row_pass
 
 
 def collapsed_heads(count: int, scale: float) -> tuple[AttentionCall, Tensor]:

@@ -17,7 +17,7 @@ from lightning_attn import AttentionObserver
 from lightning_attn.capture import HiddenStates
 from lightning_attn.statistics import StateStatistic, known_statistics, measure_states, resolve
 from lightning_attn.statistics.measure import Sums
-from lightning_attn.statistics.median import lower_median
+from lightning_attn.statistics.states.median import lower_median
 
 STATISTICS = tuple(s for s in known_statistics().values() if issubclass(s, StateStatistic))
 NAMES = [statistic.name for statistic in STATISTICS]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.median import lower_median
+from lightning_attn.statistics.states.median import lower_median
 from lightning_attn.statistics.statistic import wide
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_attn.statistics.states.tokens import Tokens
 from lightning_attn.statistics.statistic import wide
-from lightning_attn.statistics.tokens import Tokens
 
 
 def centred_energies(tokens: Tokens, number: int) -> Tensor:

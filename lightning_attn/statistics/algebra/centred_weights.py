@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_pass import RowPass
 
 
 class CentredWeights:
-    """Weights minus those that are spread evenly and sum to the same: `lightning_attn.statistics.spectrum.Matrices`.
+    """Weights minus those that are spread evenly and sum to the same, as `Matrices` of the spectrum.
 
-    Shape suffixes as in `lightning_attn.statistics.row_block`.
+    Shape suffixes as in `lightning_attn.statistics.rows.row_block`.
 
     Args:
         row_pass: the weights.

@@ -1,6 +1,6 @@
 """The stationary distribution of attention, gathered once for the statistics that need it.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_attn.statistics.markov_chain import (
+from lightning_attn.statistics.algebra.markov_chain import (
     NOTHING,
     SOLVED_SIZE,
     iterated,
@@ -18,8 +18,8 @@ from lightning_attn.statistics.markov_chain import (
     steps_for,
     where_within,
 )
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 
 
 class StationaryDistribution:

@@ -1,6 +1,6 @@
 """The two rows of an attention matrix that are farthest apart, without comparing all pairs of a long one.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`, and A: anchors, rows that all others are compared with.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`, and A: anchors, rows that all others are compared with.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_pass import RowPass
 
 #: So many rows are compared with all rows: of shorter matrices all pairs are.
 ANCHORS = 128

@@ -1,6 +1,6 @@
 """How much each key receives on average from the queries that can see it: its importance.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.statistics.received import ReceivedWeight
-from lightning_attn.statistics.row_block import RowBlock
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.received import ReceivedWeight
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.row_pass import RowPass
 
 
 class SeeingQueries(ReceivedWeight):

@@ -1,6 +1,6 @@
 """The second largest eigenvalue of an attention matrix that need not be written down.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`, and S: vectors of a subspace. Vectors are rows here.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`, and S: vectors of a subspace. Vectors are rows here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_attn.statistics.row_pass import RowPass
+from lightning_attn.statistics.rows.row_pass import RowPass
 
 #: Matrices of at most so many rows are decomposed.
 _DECOMPOSED_SIZE = 128

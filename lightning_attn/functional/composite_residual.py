@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.rank import check_matrix
+from lightning_attn.functional.ranks import check_matrix
 from lightning_attn.statistics.statistic import wide
 
 

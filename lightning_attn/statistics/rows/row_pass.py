@@ -1,7 +1,7 @@
 """Walking over an attention matrix in blocks of rows, so that it never exists as a whole.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`; P: products of sequences and key heads, G: query heads per
-key head.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`; P: products of sequences and key heads, G: query heads
+per key head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, log_of_weights
-from lightning_attn.statistics.row_block import RowBlock, Workspace
+from lightning_attn.statistics.rows.row_block import RowBlock, Workspace
 
 #: Size of one of the three buffers of a pass. Small ones stay in a CPU's cache; large ones keep an accelerator busy.
 BLOCK_BYTES = {"cpu": 4 * 2**20}

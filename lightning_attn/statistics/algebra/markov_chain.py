@@ -1,6 +1,7 @@
 """The distribution that attention leaves as it is, taking its weights for the transitions of a Markov chain.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`, and V: probes. A token is a state where its row has weights.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`, and V: probes. A token is a state where its row has
+weights.
 """
 
 from __future__ import annotations

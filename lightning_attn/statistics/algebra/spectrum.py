@@ -1,7 +1,7 @@
 """The leading singular values of an attention matrix that need not be written down.
 
-Shape suffixes as in `lightning_attn.statistics.row_block`, and V: vectors of a block, S: vectors of a subspace. Vectors
-are rows here: products of few rows with a large matrix are what a CPU does best.
+Shape suffixes as in `lightning_attn.statistics.rows.row_block`, and V: vectors of a block, S: vectors of a subspace.
+Vectors are rows here: products of few rows with a large matrix are what a CPU does best.
 """
 
 from __future__ import annotations
