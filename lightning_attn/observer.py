@@ -36,7 +36,7 @@ class AttentionObserver:
     Args:
         model: the model to be watched; it is not changed.
         sites: glob patterns over `named_modules()` names; ``None`` for all.
-        statistics: names of statistics; ``None`` for all.
+        statistics: names of statistics; ``None`` for those of the default set, ``"all"`` for every one.
         max_sequences: look at the first so many sequences of each call; ``None`` for all.
         spectral_sequences: of those, the first so many for the spectral statistics, which cost more; ``None`` for all.
         strict: raise a fault in a statistic; by default it is reported, and its site is left alone from then on.

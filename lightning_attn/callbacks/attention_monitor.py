@@ -38,7 +38,7 @@ class AttentionMonitor(Callback):
             500: 50}`` is every 10 steps from step 0 and every 50 from step 500.
         sites: glob patterns over `named_modules()` names of the LightningModule, such as ``"model.blocks.*"``; ``None``
             for all.
-        statistics: names of statistics; ``None`` for all.
+        statistics: names of statistics; ``None`` for those of the default set, ``"all"`` for every one.
         max_sequences: the first so many sequences of each rank's batch; ``None`` for all.
         spectral_sequences: of those, the first so many for the spectral statistics, which cost more; ``None`` for all.
         stage: ``"train"`` watches training batches; ``"validate"`` the first batch of every validation run, which makes

@@ -51,7 +51,7 @@ class SinkRate(RowStatistic):
     name = "sink_rate"
     lens = "Sinks"
     range = Range(0, 1)
-    uniform = "0"
+    uniform = "0; in windows of fewer than ten keys 1"
     example = 0.0
     reading = "How often the head has a sink. Compare at one sequence length only."
     source = "Gu et al. 2025, arXiv:2410.10781"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_attn import AttentionMonitor, AttentionWarning, Snapshot
 from lightning_attn.callbacks import session
 from lightning_attn.statistics import known_statistics
+from lightning_attn.tensorboard import statistics_table
 
 SITES = ("blocks.0.attention", "blocks.1.attention")
 
@@ -111,9 +112,20 @@ def test_every_statistic_by_default_and_every_logger() -> None:
     loggers[1].group_separator = "_"
     fit(LanguageModel(), AttentionMonitor(), logger=loggers, steps=1)
     tags = set(logged(loggers[0])[0][0])
+    by_default = {name for name, statistic in known_statistics().items() if statistic.by_default}
     faults = {name for name, statistic in known_statistics().items() if statistic.is_fault}
-    assert {tag.split("/")[1] for tag in tags} == set(known_statistics()) - faults
+    assert {tag.split("/")[1] for tag in tags} == by_default - faults
     assert set(logged(loggers[1])[0][0]) == {tag.replace("/", "_") for tag in tags}
+
+
+def test_every_statistic_there_is() -> None:
+    """Those that the attention of this model has: it is causal, and its sequences are short."""
+    logger = mock_logger()
+    fit(LanguageModel(), AttentionMonitor(statistics="all", strict=True), logger=logger, steps=2)
+    absent = {"sinkhorn_distance", "state_stable_rank", "state_effective_rank", "state_participation_ratio"}
+    faults = {name for name, statistic in known_statistics().items() if statistic.is_fault}
+    found = {tag.split("/")[1] for tag in logged(logger)[0][0]}
+    assert set(known_statistics()) - faults - absent <= found | {"sink_rate", "any_sink_rate", "sink_position"}
 
 
 def test_scalars_and_heat_maps_in_tensorboard(tmp_path: Path) -> None:
@@ -130,6 +142,10 @@ def test_scalars_and_heat_maps_in_tensorboard(tmp_path: Path) -> None:
     assert [picture.step for picture in pictures] == [0, 4]
     assert all(picture.width > 200 and picture.height > 100 for picture in pictures)
     assert not matplotlib.pyplot.get_fignums()
+    (key,) = events.Tensors("attention_statistics/text_summary")  # once, with the first scalars
+    text = key.tensor_proto.string_val[0].decode()
+    assert (key.step, text) == (0, statistics_table(["entropy", "stable_rank"]))
+    assert known_statistics()["entropy"].reading in text
 
 
 def test_many_sites_give_way_to_heat_maps() -> None:
