@@ -8,8 +8,10 @@ metrics that are made when they are asked for.
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
@@ -19,6 +21,7 @@ from lightning_attn.functional.statistic_function import function_of
 from lightning_attn.statistics import Statistic, known_statistics
 from lightning_attn.statistics.description import (
     LENSES,
+    definition,
     function_name,
     metric_name,
     range_and_unit,
@@ -35,6 +38,9 @@ OWN = {
     for name, statistic in known_statistics().items()
     if statistic.__module__.startswith("lightning_attn.")
 }
+
+#: Names of statistics by those of their classes.
+NAMES = {statistic.__name__: name for name, statistic in OWN.items()}
 
 
 def pages() -> dict[Path, str]:
@@ -67,7 +73,24 @@ def statistics_page() -> str:
         of_lens = [statistic for statistic in OWN.values() if statistic.lens == lens]
         if of_lens:
             parts += [f"## {lens}", about, *map(section, of_lens)]
+    rows = [f"| `{one.__name__}` | {_in_a_cell(_first_line(one))} |" for one in functional.WRITTEN]
+    parts += [
+        "## Other functions",
+        OTHER_FUNCTIONS,
+        "\n".join(["| in `lightning_attn.functional` | |", "|---|---|", *rows]),
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+OTHER_FUNCTIONS = "What is no number per head, or of no head: their docstrings have shapes, sources and examples."
+
+
+def _in_a_cell(line: str) -> str:
+    return markdown(line).replace("\\|", "\\Vert ")  # a bar would end the cell
+
+
+def _first_line(function: Callable[..., object]) -> str:
+    return inspect.cleandoc(function.__doc__ or "").split("\n\n")[0]
 
 
 INTRODUCTION = """\
@@ -96,7 +119,7 @@ def section(statistic: type[Statistic]) -> str:
         f"### `{statistic.name}` {marks}".rstrip(),
         " · ".join(facts),
         f"**{statistic.reading}**",
-        markdown(inspect.cleandoc(statistic.__doc__ or "")),
+        markdown(definition(statistic)),
     ]
     if statistic.source:
         lines.append(f"Source: {statistic.source}. ")
@@ -105,13 +128,17 @@ def section(statistic: type[Statistic]) -> str:
 
 
 def markdown(docstring: str) -> str:
-    """A docstring with its formulas as Markdown has them."""
-    parts = docstring.split(":math:`")
-    text = parts[0]
-    for part in parts[1:]:
-        formula, rest = part.split("`", 1)
-        text += f"${' '.join(formula.split())}${rest}"
+    """A docstring with its formulas as Markdown has them, and statistics by their names."""
+    text = re.sub(
+        r"\.\. math::\s*(.*?)(?=\n\n|\Z)", lambda found: f"$$\n{_on_one_line(found[1])}\n$$", docstring, flags=re.S
+    )
+    text = re.sub(r":math:`(.*?)`", lambda found: f"${_on_one_line(found[1])}$", text, flags=re.S)
+    text = re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"`{NAMES.get(found[1], found[1])}`", text)
     return text.replace("``", "`")
+
+
+def _on_one_line(formula: str) -> str:
+    return " ".join(formula.split())
 
 
 def functional_stub() -> str:

@@ -59,7 +59,7 @@ def function_docstring(statistic: type[Statistic]) -> str:
     """What a statistic's function tells about itself."""
     return "\n\n".join(
         [
-            _formula(statistic),
+            definition(statistic),
             _reading(statistic),
             "Args:\n" + indent("\n".join(_arguments(statistic)), "    "),
             f"Returns:\n    {_value(statistic)}",
@@ -77,7 +77,7 @@ def metric_docstring(statistic: type[Statistic]) -> str:
     arguments = "" if statistic.per == "site" else "num_heads=1"
     return "\n\n".join(
         [
-            _formula(statistic),
+            definition(statistic),
             _reading(statistic),
             f"`update` and `forward` take what `lightning_attn.functional.{function_name(statistic)}` takes: "
             + ("hidden states." if statistic.per == "site" else "weights and a mask, or queries and keys.")
@@ -95,8 +95,14 @@ def metric_docstring(statistic: type[Statistic]) -> str:
 _OVER_HEADS = "over_heads: ``'none'`` for a value of each head; ``'mean'``, ``'min'`` or ``'max'`` for one of all."
 
 
-def _formula(statistic: type[Statistic]) -> str:
-    return inspect.cleandoc(statistic.__doc__ or statistic.reading)
+def definition(statistic: type[Statistic]) -> str:
+    """What a statistic is: its docstring, and that of a class that several statistics of a lens share."""
+    shared = [
+        base
+        for base in statistic.__mro__[1:]
+        if issubclass(base, Statistic) and hasattr(base, "range") and not hasattr(base, "name")
+    ]
+    return "\n\n".join(inspect.cleandoc(one.__doc__ or statistic.reading) for one in (statistic, *shared))
 
 
 def _reading(statistic: type[Statistic]) -> str:

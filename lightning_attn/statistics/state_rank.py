@@ -49,10 +49,7 @@ class StateRank(StateStatistic):
 
 @register
 class StateStableRank(StateRank):
-    r"""Stable rank of centred states, :math:`\sum_k \sigma_k^2 / \sigma_1^2`, averaged over sequences.
-
-    See `StateRank` for what it is taken of.
-    """
+    r"""Stable rank of centred states, :math:`\sum_k \sigma_k^2 / \sigma_1^2`, averaged over sequences."""
 
     name = "state_stable_rank"
     lens = "Rank"
@@ -71,10 +68,7 @@ class StateStableRank(StateRank):
 
 @register
 class StateEffectiveRank(StateRank):
-    r"""Effective rank of centred states, :math:`\exp H(\sigma / \sum_k \sigma_k)`, averaged over sequences.
-
-    See `StateRank` for what it is taken of.
-    """
+    r"""Effective rank of centred states, :math:`\exp H(\sigma / \sum_k \sigma_k)`, averaged over sequences."""
 
     name = "state_effective_rank"
     lens = "Rank"
@@ -95,10 +89,7 @@ class StateEffectiveRank(StateRank):
 
 @register
 class StateParticipationRatio(StateRank):
-    r"""Participation ratio of centred states, :math:`(\sum_k \sigma_k^2)^2 / \sum_k \sigma_k^4`, over sequences.
-
-    See `StateRank` for what it is taken of.
-    """
+    r"""Participation ratio of centred states, :math:`(\sum_k \sigma_k^2)^2 / \sum_k \sigma_k^4`, over sequences."""
 
     name = "state_participation_ratio"
     lens = "Rank"
