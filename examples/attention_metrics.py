@@ -1,7 +1,7 @@
 """Measure the attention of a vision transformer over its whole test set, with metrics of torchmetrics.
 
-``python examples/attention_metrics.py`` trains on handwritten digits for half a minute, logs a number for each layer after
-every epoch, and prints what every head came to. Over several ranks the numbers are joined as those of any metric are.
+``python examples/attention_metrics.py`` trains on handwritten digits for half a minute, logs a number for each layer
+after every epoch, and prints what every head came to. Over several ranks numbers are joined as those of any metric are.
 """
 
 from __future__ import annotations
