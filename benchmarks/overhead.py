@@ -24,6 +24,7 @@ from capturing import capture_rows
 from dense_formulas import WITH_DENSE_FORMULA
 from kinds import COMPARES_SEQUENCES, OF_STATES, ONE_PASS, SECOND_WALK, SPECTRAL
 from memory import memory_rows
+from named_statistics import named_rows
 from one_call import call_rows
 from table import HEADER, Row, code, counted
 from training_steps import training_rows
@@ -32,6 +33,7 @@ from turns import QUICK, THOROUGH, Effort
 PARTS: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "training": training_rows,
     "call": call_rows,
+    "named": named_rows,
     "capture": capture_rows,
     "memory": memory_rows,
 }
