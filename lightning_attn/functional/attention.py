@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.functional.dense import described
 
 #: What weights on hidden keys may sum to, at most: half precision leaves nothing there, and a wrong mask much.
 _ROUNDING: Final = 1e-3
@@ -55,8 +56,16 @@ def attention_call(
         validate_args: whether values are looked at, beside shapes and types: weights must not be negative, nor on keys
             that are hidden.
 
+    Returns:
+        The call, which functions and metrics take in the place of weights.
+
     Raises:
         ValueError: if an argument is missing, of another shape or type, or contradicts another one.
+
+    Example:
+        >>> call = attention_call(query=torch.zeros(2, 4, 5, 8), key=torch.zeros(2, 2, 5, 8), is_causal=True)
+        >>> call.weights()[0, 0, 2]
+        tensor([0.3333, 0.3333, 0.3333, 0.0000, 0.0000])
     """
     if isinstance(weights, AttentionCall):
         _refuse_beside_call(mask=mask, query=query, key=key, value=value, scale=scale, sink_logits=sink_logits)
@@ -134,7 +143,7 @@ def _of_query_and_key(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"`soft_cap` must be positive or None, got {soft_cap!r}.")
     if sink_logits is not None and (not isinstance(sink_logits, Tensor) or sink_logits.shape != (heads,)):
-        raise ValueError(f"`sink_logits` must be a tensor of shape ({heads},), got {_described(sink_logits)}.")
+        raise ValueError(f"`sink_logits` must be a tensor of shape ({heads},), got {described(sink_logits)}.")
     default = 1 / math.sqrt(width) if width else 1.0
     return AttentionCall(
         "query and key",
@@ -155,7 +164,7 @@ def _visibility(mask: Tensor | None, is_causal: bool, shape: tuple[int, ...], al
         return Visibility(causal_offset)
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or (allows_bias and mask.is_floating_point())):
         allowed = "a boolean or floating tensor" if allows_bias else "a boolean tensor, true where a key is visible"
-        raise ValueError(f"`mask` must be {allowed}, got {_described(mask)}.")
+        raise ValueError(f"`mask` must be {allowed}, got {described(mask)}.")
     try:
         fits = torch.broadcast_shapes(mask.shape, shape) == shape
     except RuntimeError:
@@ -202,12 +211,8 @@ def _check_weights(weights_BHNM: Tensor, call: AttentionCall) -> None:
 
 def _floating(name: str, tensor: object, shape: str) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise ValueError(f"`{name}` must be a floating tensor of shape {shape}, got {_described(tensor)}.")
+        raise ValueError(f"`{name}` must be a floating tensor of shape {shape}, got {described(tensor)}.")
     return tensor.detach()
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _refuse_beside_weights(**others: object) -> None:

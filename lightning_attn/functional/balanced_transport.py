@@ -10,7 +10,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.transport import checked_scores, expanded
+from lightning_attn.functional.dense import broadcast
+from lightning_attn.functional.transport import checked_scores
 from lightning_attn.statistics.algebra.sinkhorn_potentials import (
     LOG_ZERO,
     KernelRows,
@@ -54,16 +55,15 @@ def sinkhorn(
     Raises:
         ValueError: if an argument has the wrong type, shape or value, or if the plan would be causal: where as many
             queries as keys are each kept from all later keys, the identity is the only plan with equal marginals, and
-            the iteration comes to it too slowly to be of use. `marginal_gap` compares causal attention with what its
-            mask would give to each key.
+            the iteration comes to it too slowly to be of use. `attention_marginal_gap` compares causal attention with
+            what its mask would give to each key.
 
     Warns:
         RuntimeWarning: if columns are not within ``tolerance`` at the end. Either the scores are so far apart that more
             iterations, or a larger ``epsilon``, are needed; or no plan has weight on all visible keys, as under many
             masks that are nearly causal, and no number of iterations will do.
 
-    References:
-        Cuturi 2013, arXiv:1306.0895; Sander et al. 2022 (Sinkformers), arXiv:2110.11773.
+    Source: Cuturi 2013, arXiv:1306.0895; Sander et al. 2022 (Sinkformers), arXiv:2110.11773.
 
     Example:
         >>> sinkhorn(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log())
@@ -81,7 +81,8 @@ def sinkhorn(
     if not has_one_side and bool(_is_causal(visible_BNM).any()):
         raise ValueError(
             "`mask` must let some query see a later key: under a causal mask the identity is the only plan whose rows "
-            "and columns sum to one. Compare what keys receive with what the mask gives them: `marginal_gap`."
+            "and columns sum to one. Compare what keys receive with what the mask gives them: "
+            "`attention_marginal_gap`."
         )
     dtype = wide(scores.device)
     log_kernel_BNM = torch.where(visible_BNM, scores_BNM.to(dtype) / epsilon, LOG_ZERO)
@@ -135,7 +136,7 @@ def _marginals(
 
 
 def _marginal(marginal: Tensor, has_keys: Tensor, name: str, lack: str, dtype: torch.dtype) -> Tensor:
-    mass = expanded(marginal, has_keys.shape, name).to(dtype)
+    mass = broadcast(name, marginal, has_keys.shape, "floating-point").to(dtype)
     if not bool((mass.isfinite() & (mass >= 0)).all()) or not bool((mass.sum(-1) > 0).all()):
         raise ValueError(f"`{name}` must be finite and not negative, with a sum above zero, got {marginal.tolist()}.")
     if bool(((mass > 0) & ~has_keys).any()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.ranks import check_matrix
+from lightning_attn.functional.dense import broadcast, checked
 from lightning_attn.statistics.statistic import wide
 
 
@@ -34,16 +34,16 @@ def rank_residual_composite(states: Tensor, mask: Tensor | None = None) -> Tenso
         ValueError: if the states are no matrices of floating-point numbers, or the mask is no boolean tensor that
             broadcasts to their tokens.
 
-    See Dong et al. 2021, arXiv:2103.03404.
+    Source: Dong et al. 2021, arXiv:2103.03404.
 
-    >>> rank_residual_composite(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
-    tensor(0.8165)
+    Example:
+        >>> rank_residual_composite(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
+        tensor(0.8165)
     """
-    check_matrix(states, "states")
+    states = checked("states", states, "(…, N, L)", may_be_empty=False)
     if mask is None:
-        mask = torch.ones((), dtype=torch.bool, device=states.device)
-    _check_mask(mask, states)
-    real_N1 = mask.expand(states.shape[:-1])[..., None]
+        mask = torch.ones((), dtype=torch.bool)
+    real_N1 = broadcast("mask", mask, states.shape[:-1]).to(states.device)[..., None]
     states_NL = torch.where(real_N1, states, 0.0).to(wide(states.device))
     count = real_N1.sum((-2, -1))
     # Less a token to begin with: of equal ones, and of nearly equal ones, that leaves what is exact.
@@ -53,23 +53,10 @@ def rank_residual_composite(states: Tensor, mask: Tensor | None = None) -> Tenso
     mean_1L = residual_NL.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]
     residual_NL = torch.where(real_N1, residual_NL - mean_1L, 0.0)
     composite = _composite_norm(residual_NL) / _composite_norm(states_NL)
-    rounded = composite.to(torch.promote_types(states.dtype, torch.float32))
+    rounded = composite.to(states.dtype)
     return torch.where(count >= 2, rounded, torch.nan)
 
 
 def _composite_norm(matrix_NL: Tensor) -> Tensor:
     magnitudes_NL = matrix_NL.abs()
     return (magnitudes_NL.sum(-2).amax(-1) * magnitudes_NL.sum(-1).amax(-1)).sqrt()
-
-
-def _check_mask(mask: Tensor, states: Tensor) -> None:
-    tokens = states.shape[:-1]
-    try:
-        is_broadcast = torch.broadcast_shapes(mask.shape, tokens) == tokens
-    except RuntimeError:
-        is_broadcast = False
-    if mask.dtype is not torch.bool or not is_broadcast:
-        raise ValueError(
-            f"`mask` must be boolean and broadcast to the tokens of `states`, {tuple(tokens)}, "
-            f"got {mask.dtype} of shape {tuple(mask.shape)}."
-        )

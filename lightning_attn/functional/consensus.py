@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_attn.functional.dense import checked, visible_keys
 from lightning_attn.statistics.algebra.markov_chain import stationary_of
 
 
@@ -20,12 +21,12 @@ def stationary_distribution(weights: Tensor, mask: Tensor | None = None) -> Tens
     iterated, until the largest difference that random values of the tokens leave is below 1e-4, or 200 times.
 
     Args:
-        weights: (..., N, N), of any floating type.
+        weights: (…, N, N), of any floating type.
         mask: boolean, true where a key may be seen; broadcasts to the weights. A token without a row of weights, such
             as padding, has no part in it.
 
     Returns:
-        (..., N) in the type of the weights, float32 at least: not negative, of sum one, zero for padding. NaN where
+        (…, N) in the type of the weights, float32 at least: not negative, of sum one, zero for padding. NaN where
         nothing tells it: where it is not unique, as for the identity, where a token gives weight to one that has no
         row, where no token has a row, and where an iteration has not settled. NaN rather than zeros, which would
         pass for a distribution in means and maxima.
@@ -40,22 +41,8 @@ def stationary_distribution(weights: Tensor, mask: Tensor | None = None) -> Tens
         >>> stationary_distribution(weights)
         tensor([0.7500, 0.2500])
     """
-    if weights.dim() < 2 or weights.shape[-1] != weights.shape[-2] or not weights.is_floating_point():
-        raise ValueError(
-            "`weights` must be floating-point numbers of shape (..., N, N), "
-            f"got {weights.dtype} {tuple(weights.shape)}."
-        )
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise ValueError(f"`mask` must be boolean, true where a key may be seen, got {mask.dtype}.")
-        try:
-            mask = mask.broadcast_to(weights.shape)
-        except RuntimeError:
-            raise ValueError(
-                f"`mask` must broadcast to the shape of `weights`, {tuple(weights.shape)}, got {tuple(mask.shape)}."
-            ) from None
-        weights = torch.where(mask, weights, 0.0)
-    weights = weights if weights.dtype == torch.float64 else weights.float()
+    weights = checked("weights", weights, "(…, N, N)")
+    weights = torch.where(visible_keys(weights, mask), weights, 0.0)
     if weights.numel() == 0:
         return weights.new_full(weights.shape[:-1], torch.nan)
     matrix_BHNN = weights.reshape(-1, 1, *weights.shape[-2:])

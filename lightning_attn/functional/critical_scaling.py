@@ -24,6 +24,8 @@ def critical_gamma(similarity: Tensor | float) -> Tensor:
     Raises:
         ValueError: if a similarity is no cosine.
 
+    Source: Chen et al. 2026, arXiv:2510.05554.
+
     Example:
         >>> critical_gamma(0.5)
         tensor(2., dtype=torch.float64)
@@ -45,6 +47,8 @@ def estimated_gamma(critical_scaling: Tensor | float, similarity: Tensor | float
 
     Raises:
         ValueError: if a similarity is no cosine.
+
+    Source: Chen et al. 2026, arXiv:2510.05554.
 
     Example:
         >>> estimated_gamma(0.8, similarity=0.5)
@@ -69,6 +73,8 @@ def predicted_self_weight(gamma: Tensor | float, similarity: Tensor | float, tok
 
     Raises:
         ValueError: if there are fewer tokens than two, or no tokens can be so alike.
+
+    Source: Chen et al. 2026, arXiv:2510.05554.
 
     Example:
         >>> predicted_self_weight(critical_gamma(0.5), similarity=0.5, tokens=1024)
@@ -101,6 +107,8 @@ def predicted_similarity(gamma: Tensor | float, similarity: Tensor | float, toke
 
     Raises:
         ValueError: if there are fewer tokens than two, or no tokens can be so alike.
+
+    Source: Chen et al. 2026, arXiv:2510.05554.
 
     Example:
         >>> predicted_similarity(critical_gamma(0.5), similarity=0.5, tokens=1024)

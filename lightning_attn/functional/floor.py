@@ -30,8 +30,7 @@ def entropy_floor(spread: Tensor | float, keys: Tensor | float) -> Tensor:
     Raises:
         ValueError: if a spread is negative, or there are fewer keys than one.
 
-    Source:
-        Zhai et al. 2023, arXiv:2303.06296, theorem 3.1.
+    Source: Zhai et al. 2023, arXiv:2303.06296, theorem 3.1.
 
     Example:
         >>> import torch

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.states import HiddenStates
+from lightning_attn.functional.dense import described
 
 
 def hidden_states(entering: Tensor, leaving: Tensor | None = None, token_mask: Tensor | None = None) -> HiddenStates:
@@ -19,16 +20,23 @@ def hidden_states(entering: Tensor, leaving: Tensor | None = None, token_mask: T
         leaving: (B, N, E), the states of the same tokens that leave.
         token_mask: (B, N) or (1, N), boolean, false where a token is padding.
 
+    Returns:
+        What the statistics of hidden states are computed of.
+
     Raises:
         ValueError: if an argument is of another shape or type.
+
+    Example:
+        >>> hidden_states(torch.zeros(2, 5, 8), token_mask=torch.ones(2, 5).bool()).entering.shape
+        torch.Size([2, 5, 8])
     """
     if not isinstance(entering, Tensor) or not entering.is_floating_point() or entering.dim() != 3:
-        raise ValueError(f"`entering` must be a floating tensor of shape (B, N, L), got {_described(entering)}.")
+        raise ValueError(f"`entering` must be a floating tensor of shape (B, N, L), got {described(entering)}.")
     if leaving is not None:
         is_of_tokens = isinstance(leaving, Tensor) and leaving.is_floating_point() and leaving.dim() == 3
         if not is_of_tokens or leaving.shape[:2] != entering.shape[:2]:
             expected = f"({entering.shape[0]}, {entering.shape[1]}, E)"
-            raise ValueError(f"`leaving` must be a floating tensor of shape {expected}, got {_described(leaving)}.")
+            raise ValueError(f"`leaving` must be a floating tensor of shape {expected}, got {described(leaving)}.")
         leaving = leaving.detach()
     if token_mask is not None and (
         not isinstance(token_mask, Tensor)
@@ -39,10 +47,6 @@ def hidden_states(entering: Tensor, leaving: Tensor | None = None, token_mask: T
     ):
         raise ValueError(
             f"`token_mask` must be a boolean tensor of shape {tuple(entering.shape[:2])}, false where a token is "
-            f"padding, got {_described(token_mask)}."
+            f"padding, got {described(token_mask)}."
         )
     return HiddenStates("states", entering.detach(), leaving, token_mask)
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

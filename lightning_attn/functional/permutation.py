@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional._dense_visibility import in_working_precision, present_rows, visible_keys
+from lightning_attn.functional.dense import checked, present_rows, visible_keys, working_type
 from lightning_attn.statistics.statistic import wide
 
 #: Patterns that differ by less than this part of a uniform row do not differ: the rest is rounding.
@@ -63,16 +63,16 @@ def permutation_response(
 
     Source: our proposal; the order parameters it stands for are those of Cui et al. 2024, arXiv:2402.03902.
 
-    >>> by_position = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.7, 0.2], [0.6, 0.3, 0.1]])
-    >>> swap = torch.tensor([0, 2, 1])  # the last two tokens
-    >>> moved_along = by_position[swap][:, swap]
-    >>> after = torch.stack([by_position, moved_along, 0.75 * by_position + 0.25 * moved_along])
-    >>> permutation_response(by_position.expand(1, 3, 3, 3), after[None], swap)
-    tensor([0.0000, 1.0000, 0.2500])
+    Example:
+        >>> by_position = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.7, 0.2], [0.6, 0.3, 0.1]])
+        >>> swap = torch.tensor([0, 2, 1])  # the last two tokens
+        >>> moved_along = by_position[swap][:, swap]
+        >>> after = torch.stack([by_position, moved_along, 0.75 * by_position + 0.25 * moved_along])
+        >>> permutation_response(by_position.expand(1, 3, 3, 3), after[None], swap)
+        tensor([0.0000, 1.0000, 0.2500])
     """
     sums = _permutation_response_update(weights, weights_of_permuted, permutation, mask, is_causal=is_causal)
-    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    return _permutation_response_compute(*sums).to(dtype)
+    return _permutation_response_compute(*sums).to(working_type(weights))
 
 
 def _permutation_response_update(
@@ -84,17 +84,15 @@ def _permutation_response_update(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The two sums of `permutation_response`, (H,): they add up over batches."""
-    before_BHNN = in_working_precision("weights", weights)
-    after_BHNN = in_working_precision("weights_of_permuted", weights_of_permuted)
-    if before_BHNN.dim() != 4 or before_BHNN.shape[-1] != before_BHNN.shape[-2]:
-        raise ValueError(f"`weights` must be square, (B, H, N, N), got {tuple(before_BHNN.shape)}.")
+    before_BHNN = checked("weights", weights, "(B, H, N, N)")
+    after_BHNN = checked("weights_of_permuted", weights_of_permuted, "(B, H, N, N)")
     if after_BHNN.shape != before_BHNN.shape:
         raise ValueError(
             f"`weights_of_permuted` must have the shape of `weights`, {tuple(before_BHNN.shape)}, "
             f"got {tuple(after_BHNN.shape)}."
         )
     origin_BN = _origins(permutation, before_BHNN)
-    visible_BHNN = visible_keys(before_BHNN.shape, mask, is_causal, before_BHNN.device)
+    visible_BHNN = visible_keys(before_BHNN, mask, is_causal=is_causal)
     present_BHN = present_rows(before_BHNN, visible_BHNN, is_self_attention=True)
     compared_BHNN = visible_BHNN & _moved(visible_BHNN, origin_BN)
     counted_BHN = present_rows(after_BHNN, visible_BHNN, is_self_attention=True) & present_BHN

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_attn.functional.dense import checked, working_type
 from lightning_attn.statistics.statistic import wide
 
 
@@ -24,10 +25,11 @@ def stable_rank(matrix: Tensor) -> Tensor:
     Raises:
         ValueError: if it is no matrix of floating-point numbers, or an empty one.
 
-    See Rudelson & Vershynin 2007, arXiv:math/0503442.
+    Source: Rudelson & Vershynin 2007, arXiv:math/0503442.
 
-    >>> stable_rank(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
-    tensor(1.1111)
+    Example:
+        >>> stable_rank(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
+        tensor(1.1111)
     """
     values_S = _relative_singular_values(matrix)
     return _or_nan(values_S.square().sum(-1), matrix)
@@ -46,10 +48,11 @@ def participation_ratio(matrix: Tensor) -> Tensor:
     Raises:
         ValueError: if it is no matrix of floating-point numbers, or an empty one.
 
-    See Gao et al. 2017, bioRxiv 214262.
+    Source: Gao et al. 2017, bioRxiv 214262.
 
-    >>> participation_ratio(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
-    tensor(1.2195)
+    Example:
+        >>> participation_ratio(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
+        tensor(1.2195)
     """
     squares_S = _relative_singular_values(matrix).square()
     # The largest is 1, unless all of them are 0.
@@ -71,10 +74,11 @@ def effective_rank(matrix: Tensor) -> Tensor:
     Raises:
         ValueError: if it is no matrix of floating-point numbers, or an empty one.
 
-    See Roy & Vetterli 2007 (EUSIPCO).
+    Source: Roy & Vetterli 2007 (EUSIPCO).
 
-    >>> effective_rank(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
-    tensor(1.7548)
+    Example:
+        >>> effective_rank(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
+        tensor(1.7548)
     """
     values_S = _relative_singular_values(matrix)
     entropy = torch.special.entr(values_S / values_S.sum(-1, keepdim=True).clamp(min=1)).sum(-1)
@@ -86,7 +90,7 @@ def _relative_singular_values(matrix: Tensor) -> Tensor:
 
     In double precision: in single precision the small ones of a large matrix would add up to something.
     """
-    check_matrix(matrix, "matrix")
+    matrix = checked("matrix", matrix, may_be_empty=False)
     matrix_NM = matrix.double() if wide(matrix.device) is torch.float64 else matrix.cpu().double()
     is_finite_11 = matrix_NM.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     matrix_NM = torch.where(is_finite_11, matrix_NM, 0.0)
@@ -98,18 +102,5 @@ def _relative_singular_values(matrix: Tensor) -> Tensor:
 def _or_nan(rank: Tensor, matrix: Tensor) -> Tensor:
     """The ranks of matrices, NaN where these are not finite, in the precision of what was given."""
     is_finite = matrix.isfinite().all(-1).all(-1)
-    rounded = rank.to(matrix.device, torch.promote_types(matrix.dtype, torch.float32))
+    rounded = rank.to(matrix.device, working_type(matrix))
     return torch.where(is_finite, rounded, torch.nan)
-
-
-def check_matrix(matrix: Tensor, name: str) -> None:
-    """Refuse what is no matrix, or matrices.
-
-    Raises:
-        ValueError: if it is no matrix of floating-point numbers, or an empty one.
-    """
-    if not matrix.is_floating_point() or matrix.dim() < 2 or 0 in matrix.shape[-2:]:
-        raise ValueError(
-            f"`{name}` must be floating-point numbers of shape (…, rows, columns) with at least one of each, "
-            f"got {matrix.dtype} of shape {tuple(matrix.shape)}."
-        )

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture import AttentionCall
+from lightning_attn.functional.dense import check_floating, present_rows, visible_keys, working_type
 from lightning_attn.statistics.rows.row_pass import passes
+from lightning_attn.statistics.statistic import wide
 
 #: Masks are looked at so many rows at a time.
 _SEEN_ROWS = 128
@@ -43,7 +45,7 @@ def attention_rollout(layers: Sequence[Tensor], *, residual: bool = False) -> Te
         tensor([1.0000, 0.9375, 0.8873])
     """
     _check(layers, takes_calls=False)
-    rollout_BNN = torch.eye(layers[0].shape[-1], dtype=_kind(layers))
+    rollout_BNN = torch.eye(layers[0].shape[-1], dtype=_working_type(layers))
     for weights in layers:
         matrix_BNN = _with_heads(weights).mean(1, dtype=rollout_BNN.dtype)
         rollout_BNN = rollout_BNN.to(matrix_BNN.device)
@@ -75,8 +77,8 @@ def rollout_first_token_mass(
         residual: have half of each layer's input pass by, :math:`\frac12 \bar A + \frac12 I`.
 
     Returns:
-        (L,), one value for each depth, in [0, 1]; float64 if the weights are, float32 otherwise. NaN where no query has
-        weights.
+        (L,), one value for each depth, in [0, 1], on the device of the first layer; float64 if any weights are, float32
+        otherwise. NaN where no query has weights.
 
     Raises:
         ValueError: if there is no layer, one that is not square, or of another size than the first; or the mask does
@@ -89,7 +91,8 @@ def rollout_first_token_mass(
         >>> rollout_first_token_mass([uniform_causal] * 3)
         tensor([0.6111, 0.7870, 0.8873])
     """
-    return _first_token_mass(layers, mask, residual, uniform=False)
+    sums_L, counts_L = _rollout_first_token_mass_update(layers, mask, residual)
+    return _rollout_first_token_mass_compute(sums_L, counts_L).to(_working_type(layers))
 
 
 @torch.no_grad()
@@ -109,12 +112,15 @@ def uniform_rollout_first_token_mass(
     Raises:
         ValueError: as there.
 
+    Source: Wu et al. 2025, arXiv:2502.01951.
+
     Example:
         >>> weights = torch.randn(1, 2, 3, 3).softmax(-1)
         >>> uniform_rollout_first_token_mass([weights, weights], mask=torch.ones(3, 3).tril().bool())
         tensor([0.6111, 0.7870])
     """
-    return _first_token_mass(layers, mask, residual, uniform=True)
+    sums_L, counts_L = _rollout_first_token_mass_update(layers, mask, residual, uniform=True)
+    return _rollout_first_token_mass_compute(sums_L, counts_L).to(_working_type(layers))
 
 
 class _Step(NamedTuple):
@@ -126,12 +132,22 @@ class _Step(NamedTuple):
     present_BN: Tensor
 
 
-def _first_token_mass(
-    layers: Sequence[Tensor | AttentionCall], mask: Tensor | None, residual: bool, uniform: bool
-) -> Tensor:
+@torch.no_grad()
+def _rollout_first_token_mass_update(
+    layers: Sequence[Tensor | AttentionCall],
+    mask: Tensor | None = None,
+    residual: bool = False,
+    *,
+    uniform: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Behind each layer the sum over the sequences that have a value, and how many have: (L,) both.
+
+    They add up over batches, and are in the widest type of the first layer's device, and there.
+    """
     _check(layers, takes_calls=True)
-    share_BN = _first_token(layers[0], mask).to(_kind(layers))
-    masses = []
+    share_BN = _first_token(layers[0], mask).to(_working_type(layers))
+    device = share_BN.device
+    sums, counts = [], []
     for layer in layers:
         if isinstance(layer, AttentionCall):
             image_BN, present_BN = _step_of_call(layer, share_BN.to(layer.query.device, torch.float32), uniform)
@@ -139,23 +155,27 @@ def _first_token_mass(
             image_BN, present_BN = _step_of_weights(layer, mask, share_BN.to(layer.device), uniform)
         image_BN = image_BN.to(share_BN.dtype)
         share_BN = (image_BN + share_BN.to(image_BN.device)) / 2 if residual else image_BN
-        count_B = present_BN.sum(-1)
-        of_sequences_B = torch.where(present_BN, share_BN, 0.0).sum(-1) / count_B
-        masses.append(of_sequences_B[count_B > 0].mean().cpu())
-    return torch.stack(masses)
+        rows_B = present_BN.sum(-1)
+        of_sequences_B = torch.where(present_BN, share_BN, 0.0).sum(-1) / rows_B.clamp(min=1)
+        sums.append(of_sequences_B.to(device, wide(device)).sum())
+        counts.append((rows_B > 0).to(device, wide(device)).sum())
+    return torch.stack(sums), torch.stack(counts)
+
+
+def _rollout_first_token_mass_compute(sums_L: Tensor, counts_L: Tensor) -> Tensor:
+    """The mean over sequences behind each layer, (L,); NaN where none has a value."""
+    return torch.where(counts_L > 0, sums_L / counts_L, torch.nan)
 
 
 def _step_of_weights(weights: Tensor, mask: Tensor | None, share_BN: Tensor, uniform: bool) -> _Step:
-    weights_BHNN, visible = _with_heads(weights), _with_heads(_checked_mask(mask, weights))
-    weights_BHNN = torch.where(visible, weights_BHNN, 0.0).to(share_BN.dtype)
-    seen_BHN = visible.expand(weights_BHNN.shape).any(-2)
-    mass_BHN = weights_BHNN.sum(-1)
+    weights_BHNN = _with_heads(weights).to(share_BN.dtype)
+    visible_BHNN = _visible(weights_BHNN, mask)
     # Without a mask, padding is what has no weights at all.
-    present_BHN = (mass_BHN > 0) & mass_BHN.isfinite() & seen_BHN
+    has_weights_BHN = torch.where(visible_BHNN, weights_BHNN, 0.0).sum(-1) > 0
+    present_BHN = has_weights_BHN & present_rows(weights_BHNN, visible_BHNN, is_self_attention=True)
     if uniform:
-        count_BHN1 = visible.expand(weights_BHNN.shape).sum(-1, keepdim=True).clamp(min=1)
-        weights_BHNN = visible / count_BHN1.to(share_BN.dtype)
-    matrix_BNN = torch.where(present_BHN[..., None], weights_BHNN, 0.0).mean(1)
+        weights_BHNN = visible_BHNN / visible_BHNN.sum(-1, keepdim=True).clamp(min=1).to(share_BN.dtype)
+    matrix_BNN = torch.where(present_BHN[..., None] & visible_BHNN, weights_BHNN, 0.0).mean(1)
     return _Step((matrix_BNN @ share_BN[..., None])[..., 0], present_BHN.any(1))
 
 
@@ -185,14 +205,15 @@ def _first_token(layer: Tensor | AttentionCall, mask: Tensor | None) -> Tensor:
     if isinstance(layer, AttentionCall):
         seen_BM = layer.seen_keys(_SEEN_ROWS).any(1).expand(layer.sequences, -1)
     else:
-        seen_BM = _with_heads(_checked_mask(mask, layer)).expand(_with_heads(layer).shape).any(-2).any(1)
-        if mask is None:
-            seen_BM = _with_heads(layer).ne(0).any(-2).any(1)
+        weights_BHNN = _with_heads(layer)
+        seen_BHNN = weights_BHNN.ne(0) if mask is None else _visible(weights_BHNN, mask)
+        seen_BM = seen_BHNN.any(-2).any(1)
     return (seen_BM & (seen_BM.cumsum(-1) == 1)).float()
 
 
-def _kind(layers: Sequence[Tensor | AttentionCall]) -> torch.dtype:
-    is_double = any(isinstance(layer, Tensor) and layer.dtype == torch.float64 for layer in layers)
+def _working_type(layers: Sequence[Tensor | AttentionCall]) -> torch.dtype:
+    """float64 if any weights are; calls are computed in float32."""
+    is_double = any(isinstance(layer, Tensor) and working_type(layer) == torch.float64 for layer in layers)
     return torch.float64 if is_double else torch.float32
 
 
@@ -200,18 +221,8 @@ def _with_heads(tensor: Tensor) -> Tensor:
     return tensor[:, None] if tensor.dim() == 3 else tensor
 
 
-def _checked_mask(mask: Tensor | None, weights: Tensor) -> Tensor:
-    if mask is None:
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weights.device)
-    if mask.dtype != torch.bool:
-        raise ValueError(f"`mask` must be boolean, true where a key may be seen, got {mask.dtype}.")
-    shape = _with_heads(weights).shape
-    mask = _with_heads(mask)
-    try:
-        mask.broadcast_to(shape)
-    except RuntimeError:
-        raise ValueError(f"`mask` must broadcast to (B, H, N, N) = {tuple(shape)}, got {tuple(mask.shape)}.") from None
-    return mask.to(weights.device)
+def _visible(weights_BHNN: Tensor, mask: Tensor | None) -> Tensor:
+    return visible_keys(weights_BHNN, None if mask is None else _with_heads(mask))
 
 
 def _check(layers: Sequence[Tensor | AttentionCall], takes_calls: bool) -> None:
@@ -227,12 +238,8 @@ def _check(layers: Sequence[Tensor | AttentionCall], takes_calls: bool) -> None:
             if not layer.is_square:
                 raise ValueError(f"`layers[{number}]` must be self-attention, got {layer!r}.")
             sizes.append((layer.sequences, layer.queries))
-        elif layer.dim() not in (3, 4) or layer.shape[-1] != layer.shape[-2] or not layer.is_floating_point():
-            raise ValueError(
-                f"`layers[{number}]` must be floating-point weights (B, H, N, N) or (B, N, N), "
-                f"got {layer.dtype} {tuple(layer.shape)}."
-            )
         else:
+            check_floating(f"layers[{number}]", layer, "(B, H, N, N) or (B, N, N)")
             sizes.append((layer.shape[0], layer.shape[-1]))
         if sizes[-1] != sizes[0]:
             raise ValueError(

@@ -1,6 +1,6 @@
 """How much each key receives: the importance by which sinks are told.
 
-Shape suffixes: N queries, M keys; "..." sequences, heads, or anything else.
+Shape suffixes: N queries, M keys; "…" sequences, heads, or anything else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional._dense_visibility import in_working_precision, present_rows, visible_keys
+from lightning_attn.functional.dense import check_visibility, checked, present_rows, visible_keys
 
 
 def sink_importance(
@@ -24,13 +24,13 @@ def sink_importance(
     and head at a time.
 
     Args:
-        weights: attention weights before dropout, (..., N, M), such as (B, H, N, M). Rows need not sum to one.
+        weights: attention weights before dropout, (…, N, M), such as (B, H, N, M). Rows need not sum to one.
         mask: boolean, true where a key may be seen; broadcasts to the weights. ``None``: every key may be.
         is_causal: whether, besides, query ``i`` sees the keys ``j <= i`` alone.
         include_self: whether the weight that a token gives to itself counts, as it does in the source.
 
     Returns:
-        :math:`\alpha`, (..., M): 0 … 1 if rows sum to one at most. NaN for a key that no row sees, as without
+        :math:`\alpha`, (…, M): 0 … 1 if rows sum to one at most. NaN for a key that no row sees, as without
         self-queries the last one of a causal mask. float64 of float64, else float32.
 
     Raises:
@@ -39,16 +39,17 @@ def sink_importance(
 
     Source: Gu et al. 2025, arXiv:2410.10781.
 
-    >>> weights = torch.tensor([[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.5, 0.3, 0.2, 0], [0.7, 0.1, 0.1, 0.1]])
-    >>> sink_importance(weights, is_causal=True)
-    tensor([0.7000, 0.2667, 0.1500, 0.1000])
-    >>> sink_importance(weights, is_causal=True, include_self=False)
-    tensor([0.6000, 0.2000, 0.1000,    nan])
+    Example:
+        >>> weights = torch.tensor([[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.5, 0.3, 0.2, 0], [0.7, 0.1, 0.1, 0.1]])
+        >>> sink_importance(weights, is_causal=True)
+        tensor([0.7000, 0.2667, 0.1500, 0.1000])
+        >>> sink_importance(weights, is_causal=True, include_self=False)
+        tensor([0.6000, 0.2000, 0.1000,    nan])
     """
-    weights = in_working_precision("weights", weights)
+    weights = checked("weights", weights)
     queries, keys = weights.shape[-2:]
-    visible = visible_keys(weights.shape, mask, is_causal, weights.device)
-    counted = visible & present_rows(weights, visible, queries == keys)[..., None]
+    visible = visible_keys(weights, mask, is_causal=is_causal)
+    counted = visible & present_rows(weights, visible, is_self_attention=queries == keys)[..., None]
     if not include_self:
         if queries != keys:
             raise ValueError(f"`include_self` must be True of weights that are not square, got {queries} × {keys}.")
@@ -66,25 +67,26 @@ def uniform_sink_importance(
     usual threshold of 0.3 up to nine tokens.
 
     Args:
-        mask: boolean, true where a key may be seen, (..., N, M), or the numbers of queries and keys (N, M).
+        mask: boolean, true where a key may be seen, (…, N, M), or the numbers of queries and keys (N, M).
         is_causal: whether, besides, query ``i`` sees the keys ``j <= i`` alone.
         include_self: whether the weight that a token gives to itself counts.
 
     Returns:
-        Importance of each key, (..., M), in float32; NaN for a key that no row sees.
+        Importance of each key, (…, M), in float32; NaN for a key that no row sees.
 
     Raises:
-        ValueError: if the mask is not a boolean matrix, or self-queries are left out of one that is not square.
+        ValueError: if the mask is neither, or self-queries are left out of one that is not square.
 
-    >>> uniform_sink_importance((64, 64), is_causal=True)[0]
-    tensor(0.0741)
-    >>> uniform_sink_importance((8, 8), is_causal=True, include_self=False)[0]
-    tensor(0.2454)
+    Source: Gu et al. 2025, arXiv:2410.10781.
+
+    Example:
+        >>> uniform_sink_importance((64, 64), is_causal=True)[0]
+        tensor(0.0741)
+        >>> uniform_sink_importance((8, 8), is_causal=True, include_self=False)[0]
+        tensor(0.2454)
     """
-    if isinstance(mask, tuple):
-        mask = torch.ones(mask, dtype=torch.bool)
-    if mask.dim() < 2:
-        raise ValueError(f"`mask` must be of shape (..., N, M), got {tuple(mask.shape)}.")
-    visible = visible_keys(mask.shape, mask, is_causal, mask.device)
-    uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1)
+    check_visibility("mask", mask)
+    visible = mask if isinstance(mask, Tensor) else torch.ones(mask, dtype=torch.bool)
+    visible = visible.tril() if is_causal else visible
+    uniform = visible.float() / visible.sum(-1, keepdim=True).clamp(min=1)
     return sink_importance(uniform, visible, include_self=include_self)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_attn.functional.dense import checked, visible_keys
 from lightning_attn.statistics.algebra.sinkhorn_potentials import LOG_ZERO
 
 
@@ -33,6 +34,8 @@ def transport_plan(scores: Tensor, epsilon: float = 1.0, mask: Tensor | None = N
 
     Raises:
         ValueError: if an argument has the wrong type, shape or value.
+
+    Source: Transformers as Optimal Transport 2025, OpenReview 2A2vRGHW16 (not reviewed).
 
     Example:
         >>> transport_plan(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log()).sum(0)
@@ -56,6 +59,8 @@ def transport_cost(scores: Tensor, epsilon: float = 1.0, mask: Tensor | None = N
 
     Raises:
         ValueError: if an argument has the wrong type, shape or value.
+
+    Source: Transformers as Optimal Transport 2025, OpenReview 2A2vRGHW16 (not reviewed).
 
     Example:
         >>> transport_cost(torch.tensor([[0.0, 0.0], [0.0, 20.0]]))
@@ -86,6 +91,8 @@ def free_energy(scores: Tensor, epsilon: float = 1.0, mask: Tensor | None = None
     Raises:
         ValueError: if an argument has the wrong type, shape or value.
 
+    Source: Transformers as Optimal Transport 2025, OpenReview 2A2vRGHW16 (not reviewed).
+
     Example:
         >>> free_energy(torch.tensor([[0.0, 0.0], [0.0, 20.0]]))
         tensor([ -0.6931, -20.0000])
@@ -96,25 +103,8 @@ def free_energy(scores: Tensor, epsilon: float = 1.0, mask: Tensor | None = None
 
 
 def checked_scores(scores: Tensor, epsilon: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scores in at least float32, and where a key is visible."""
-    if not scores.is_floating_point() or scores.dim() < 2:
-        raise ValueError(f"`scores` must be floating, (…, N, M), got {scores.dtype} of shape {tuple(scores.shape)}.")
-    if 0 in scores.shape[-2:]:
-        raise ValueError(f"`scores` must have a query and a key, got shape {tuple(scores.shape)}.")
+    """The scores in their working precision, and where a key is visible."""
+    scores_BNM = checked("scores", scores, may_be_empty=False)
     if not 0 < epsilon < float("inf"):
         raise ValueError(f"`epsilon` must be finite and above zero, got {epsilon}.")
-    visible_BNM = ~scores.isneginf()
-    if mask is not None:
-        visible_BNM = visible_BNM & expanded(mask, scores.shape, "mask", (torch.bool,))
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)), visible_BNM
-
-
-def expanded(tensor: Tensor, shape: torch.Size, name: str, kinds: tuple[torch.dtype, ...] = ()) -> Tensor:
-    """A tensor in the shape that it broadcasts to, of one of some types, or of any floating type."""
-    if (kinds and tensor.dtype not in kinds) or (not kinds and not tensor.is_floating_point()):
-        wanted = " or ".join(map(str, kinds)) if kinds else "floating"
-        raise ValueError(f"`{name}` must be {wanted}, got {tensor.dtype}.")
-    try:
-        return tensor.expand(shape)
-    except RuntimeError:
-        raise ValueError(f"`{name}` must broadcast to {tuple(shape)}, got {tuple(tensor.shape)}.") from None
+    return scores_BNM, visible_keys(scores_BNM, mask) & ~scores_BNM.isneginf()

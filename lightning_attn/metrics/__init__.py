@@ -1,18 +1,21 @@
 """Attention's statistics as metrics of torchmetrics.
 
 Every statistic that is registered has a metric here, also one of your own: `AttentionEntropy` for ``"entropy"``. They
-are made from the statistics when they are first asked for; `docs/statistics.md` lists them.
+are made from the statistics when they are first asked for; `docs/statistics.md` lists them. What is of several
+layers, or of two runs, is written out in the files of this folder.
 """
 
 from __future__ import annotations
 
 from torchmetrics import Metric
 
+from lightning_attn.metrics.permutation import PermutationResponse
+from lightning_attn.metrics.rollout import RolloutFirstTokenMass
 from lightning_attn.metrics.statistic_metric import AttentionStatistics, metric_of
 from lightning_attn.statistics.description import metric_name
 from lightning_attn.statistics.registry import known_statistics
 
-WRITTEN: tuple[type[Metric], ...] = (AttentionStatistics,)
+WRITTEN: tuple[type[Metric], ...] = (AttentionStatistics, PermutationResponse, RolloutFirstTokenMass)
 
 
 def __getattr__(name: str) -> type[Metric]:

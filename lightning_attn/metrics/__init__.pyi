@@ -3,6 +3,8 @@
 from typing import Any
 
 from lightning_attn.functional.statistic_function import OverHeads
+from lightning_attn.metrics.permutation import PermutationResponse as PermutationResponse
+from lightning_attn.metrics.rollout import RolloutFirstTokenMass as RolloutFirstTokenMass
 from lightning_attn.metrics.statistic_metric import AttentionStatistics as AttentionStatistics
 from lightning_attn.metrics.statistic_metric import StateStatisticMetric, StatisticMetric
 

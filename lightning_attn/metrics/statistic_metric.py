@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from lightning_attn.functional.statistic_function import (
     check_over_heads,
     with_parameters,
 )
+from lightning_attn.metrics.base import StreamedMetric, checked_count
 from lightning_attn.statistics.description import metric_docstring, metric_name
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.registry import resolve
@@ -27,25 +28,17 @@ from lightning_attn.statistics.statistic import RowStatistic, Statistic
 
 _METRICS: dict[type[Statistic], type[Metric]] = {}
 
-#: Devices that have no double precision, in which sums are held elsewhere.
-_SINGLE = ("mps",)
 
-
-class _StatisticMetric(Metric):
+class _StatisticMetric(StreamedMetric):
     """The sums of some statistics over batches and ranks, in tensors whose shape is known beforehand."""
 
-    is_differentiable = False
-    higher_is_better = None
-    full_state_update = False
     plot_legend_name = "Head"
 
     def __init__(
         self, statistics: Sequence[type[Statistic]], num_heads: int, over_heads: OverHeads, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
-            raise ValueError(f"`num_heads` must be a positive integer, got {num_heads!r}.")
-        self.num_heads = num_heads
+        self.num_heads = checked_count("num_heads", num_heads)
         self.over_heads = check_over_heads(over_heads)
         nothing = Sums.nothing(statistics, num_heads, torch.device("cpu"))
         # Metrics of one collection that have states of the same names and values are taken for one metric and updated
@@ -79,24 +72,6 @@ class _StatisticMetric(Metric):
 
     def _values(self) -> dict[str, Tensor]:
         return _statistics_compute(self._sums(), self.over_heads)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
-        if fn(torch.zeros(())).device.type in _SINGLE:
-            self.set_dtype(torch.float32)
-        moved: torch.nn.Module = super()._apply(fn, exclude_state)
-        return moved
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Plot a value of `compute` or `forward`, or a list of them as a series in time.
-
-        Args:
-            val: the values; by default what `compute` gives now.
-            ax: the axis of matplotlib to plot on; a new figure by default.
-
-        Returns:
-            The figure and its axis.
-        """
-        return self._plot(val, ax)
 
 
 class _AttentionMetric(_StatisticMetric):

@@ -69,11 +69,11 @@ def test_probabilities_that_differ_by_more_than_numbers_hold() -> None:
 @pytest.mark.parametrize(
     ("weights", "mask", "message"),
     [
-        (torch.zeros(2, 3), None, r"`weights` must be .* \(\.\.\., N, N\), got torch.float32 \(2, 3\)"),
+        (torch.zeros(2, 3), None, r"`weights` must be .* \(…, N, N\), got torch.float32 of shape \(2, 3\)"),
         (torch.zeros(3), None, "`weights` must be"),
-        (torch.zeros(3, 3).long(), None, "`weights` must be floating-point .* got torch.int64"),
-        (torch.zeros(3, 3), torch.ones(3, 3), "`mask` must be boolean, .* got torch.float32"),
-        (torch.zeros(3, 3), torch.ones(4, 4).bool(), r"`mask` must broadcast .* \(3, 3\), got \(4, 4\)"),
+        (torch.zeros(3, 3).long(), None, "`weights` must be floating-point, .* got torch.int64"),
+        (torch.zeros(3, 3), torch.ones(3, 3), "`mask` must be boolean .* got torch.float32"),
+        (torch.zeros(3, 3), torch.ones(4, 4).bool(), r"`mask` must .* broadcast to \(3, 3\), got .* \(4, 4\)"),
     ],
 )
 def test_what_fits_nothing_is_refused(weights: torch.Tensor, mask: torch.Tensor | None, message: str) -> None:

@@ -232,8 +232,8 @@ WEIGHTS = torch.full((2, 3, 4, 4), 0.25)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weights": torch.ones(2, 3, 4, 5)}, r"`weights` must be square, \(B, H, N, N\), got \(2, 3, 4, 5\)"),
-        ({"weights": torch.ones(4, 4)}, r"`weights` must be square, \(B, H, N, N\), got \(4, 4\)"),
+        ({"weights": torch.ones(2, 3, 4, 5)}, r"`weights` must .* \(B, H, N, N\), got .* \(2, 3, 4, 5\)"),
+        ({"weights": torch.ones(4, 4)}, r"`weights` must .* \(B, H, N, N\), got .* \(4, 4\)"),
         ({"weights": WEIGHTS.long()}, "`weights` must be floating-point"),
         (
             {"weights_of_permuted": WEIGHTS[:1]},

@@ -81,8 +81,8 @@ def test_what_nothing_defines_is_not_a_number() -> None:
 @pytest.mark.parametrize(
     ("states", "mask", "message"),
     [
-        (torch.randn(5), None, r"`states` must be floating-point .* got torch.float32 of shape \(5,\)"),
-        (torch.ones(5, 3).long(), None, r"`states` must be floating-point .* got torch.int64"),
+        (torch.randn(5), None, r"`states` must be floating-point, .* got torch.float32 of shape \(5,\)"),
+        (torch.ones(5, 3).long(), None, r"`states` must be floating-point, .* got torch.int64"),
         (torch.randn(2, 5, 3), torch.ones(2, 4).bool(), r"`mask` must be boolean .* \(2, 5\), got torch.bool of .*4"),
         (torch.randn(5, 3), torch.ones(2, 5).bool(), r"`mask` must be boolean"),
         (torch.randn(2, 5, 3), torch.ones(2, 5), r"`mask` must be boolean .* got torch.float32"),

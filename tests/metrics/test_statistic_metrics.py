@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 import pytest
 import torch
+from test_written_metrics import WRITTEN, half_of_the_written_on_each
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from two_ranks import on_two_ranks
@@ -148,7 +149,7 @@ def test_it_moves_to_another_device(name: str) -> None:
 
 
 def test_sums_are_single_where_there_is_no_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_attn.metrics.statistic_metric._SINGLE", ("meta",))
+    monkeypatch.setattr("lightning_attn.metrics.base._SINGLE", ("meta",))
     assert {state.dtype for state in AttentionEntropy(2).to("meta").metric_state.values()} == {torch.float32}
     assert {state.dtype for state in AttentionEntropy(2).to("cpu").metric_state.values()} == {torch.float64}
 
@@ -311,7 +312,7 @@ def a_rank_that_saw_nothing(rank: int) -> dict[str, Tensor]:
     return found
 
 
-CASES = [half_of_a_batch_on_each, many_statistics_at_once, a_rank_that_saw_nothing]
+CASES = [half_of_a_batch_on_each, many_statistics_at_once, a_rank_that_saw_nothing, half_of_the_written_on_each]
 
 
 @pytest.fixture(scope="module")
@@ -347,3 +348,10 @@ def test_a_rank_that_saw_nothing_adds_nothing(on_ranks: dict[str, tuple[Any, Any
     for rank in on_ranks["a_rank_that_saw_nothing"]:
         for name, found in rank.items():
             close(found, function_of(STATISTICS[name])(**a_batch(STATISTICS[name])))
+
+
+def test_what_is_written_has_the_value_of_one_process_too(on_ranks: dict[str, tuple[Any, Any]]) -> None:
+    for rank in on_ranks["half_of_the_written_on_each"]:
+        for name, written in WRITTEN.items():
+            for computed in rank[name]:
+                close(computed, written.function(**written.batch()))

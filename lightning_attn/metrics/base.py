@@ -1,0 +1,60 @@
+"""What metrics share: sums over batches and ranks, in tensors whose shape is known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+#: Devices that have no double precision, in which sums are held elsewhere.
+_SINGLE = ("mps",)
+
+
+class StreamedMetric(Metric):
+    """A metric whose states add up over batches, in double precision where the device has it.
+
+    Metrics of one collection that have states of the same names and values are taken for one metric and updated
+    together: what computes something else must name its states otherwise.
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    def _add_sums(self, **sums: Tensor) -> None:
+        """Add the sums of a batch to the states of the same names."""
+        for name, sum_of_batch in sums.items():
+            known: Tensor = getattr(self, name)
+            setattr(self, name, known + sum_of_batch.to(known))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
+        if fn(torch.zeros(())).device.type in _SINGLE:
+            self.set_dtype(torch.float32)
+        moved: torch.nn.Module = super()._apply(fn, exclude_state)
+        return moved
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot a value of `compute` or `forward`, or a list of them as a series in time.
+
+        Args:
+            val: the values; by default what `compute` gives now.
+            ax: the axis of matplotlib to plot on; a new figure by default.
+
+        Returns:
+            The figure and its axis.
+        """
+        return self._plot(val, ax)
+
+
+def checked_count(name: str, count: int) -> int:
+    """A number of heads or layers.
+
+    Raises:
+        ValueError: if it is no positive integer.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"`{name}` must be a positive integer, got {count!r}.")
+    return count
