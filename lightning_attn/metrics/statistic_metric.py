@@ -158,6 +158,21 @@ class AttentionStatistics(_AttentionMetric):
         """The values of each statistic."""
         return self._values()
 
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot each statistic over the heads, or over time where heads are joined and a list of values is given.
+
+        Args:
+            val: what `compute` or `forward` gave, or a list of it; by default what `compute` gives now.
+            ax: the axis of matplotlib to plot on; a new figure by default.
+
+        Returns:
+            The figure and its axis.
+        """
+        figure, axis = super().plot(val, ax)
+        if self.over_heads == "none" and not isinstance(val, Sequence):
+            axis.set_xlabel("Head")  # torchmetrics takes vectors by name for series in time
+        return figure, axis
+
 
 class _OneStatistic(_StatisticMetric):
     """A single statistic, with its parameters."""

@@ -81,7 +81,8 @@ def metric_docstring(statistic: type[Statistic]) -> str:
             _reading(statistic),
             f"`update` and `forward` take what `lightning_attn.functional.{function_name(statistic)}` takes: "
             + ("hidden states." if statistic.per == "site" else "weights and a mask, or queries and keys.")
-            + f"\n`compute` gives {_lowered(_value(statistic))}",
+            + f"\n`compute` gives {_lowered(_value(statistic))}"
+            + ("" if statistic.per == "site" else " Of a single head torchmetrics makes a scalar."),
             "Args:\n"
             + indent(
                 "\n".join([*heads, *_parameters(statistic), *chosen, "kwargs: see `torchmetrics.Metric`."]), "    "

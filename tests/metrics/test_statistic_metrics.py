@@ -202,6 +202,15 @@ def test_several_statistics_share_a_walk_and_a_state() -> None:
         close(found[name], expected)
 
 
+def test_several_statistics_are_plotted_over_the_heads() -> None:
+    metric = AttentionStatistics(num_heads=HEADS, statistics=["entropy", "max_weight"])
+    metric.update(**a_batch(STATISTICS["entropy"]))
+    figure, axis = metric.plot()
+    assert axis.get_xlabel() == "Head"
+    assert [len(line.get_xdata()) for line in axis.get_lines()] == [HEADS, HEADS]
+    matplotlib.pyplot.close(figure)
+
+
 def test_metrics_of_a_collection_stay_apart_though_they_begin_alike() -> None:
     """A collection takes metrics for one whose states are equal after the first batch."""
     collection = MetricCollection(
