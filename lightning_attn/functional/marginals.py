@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import check_visibility, checked, visible_keys
+from lightning_attn.functional.dense import check_visibility, checked, present_rows, visible_keys
 
 
 def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -16,8 +16,9 @@ def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Args:
         weights: attention weights (…, N, M), of any floating type; taken as they are, whatever the sum of a row.
-        mask: boolean, true where a query sees a key; broadcasts to the weights. Rows that see no key are no queries,
-            and what a hidden key holds does not count.
+        mask: boolean, true where a query sees a key; broadcasts to the weights. What a hidden key holds does not count,
+            and rows without a visible key, or with a weight that is not finite, are no queries; nor, where there are
+            as many queries as keys, are those of tokens that no query sees: they are padding.
 
     Returns:
         (…, M), in the type of the weights, but at least float32. It sums to one where rows do; NaN where no query sees
@@ -34,8 +35,10 @@ def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     weights_BNM = checked("weights", weights)
     visible_BNM = visible_keys(weights_BNM, mask)
-    rows_B1 = visible_BNM.any(-1).sum(-1, keepdim=True)
-    return torch.where(visible_BNM, weights_BNM, 0.0).sum(-2) / rows_B1
+    queries, keys = weights_BNM.shape[-2:]
+    present_BN = present_rows(weights_BNM, visible_BNM, is_self_attention=queries == keys)
+    counted_BNM = visible_BNM & present_BN[..., None]
+    return torch.where(counted_BNM, weights_BNM, 0.0).sum(-2) / present_BN.sum(-1, keepdim=True)
 
 
 def reference_key_marginal(visible: Tensor | tuple[int, int], *, is_causal: bool = False) -> Tensor:
@@ -45,8 +48,7 @@ def reference_key_marginal(visible: Tensor | tuple[int, int], *, is_causal: bool
     and with :math:`n` queries that see any. Without a mask it is :math:`1 / m`; for :math:`n` queries and keys under a
     causal mask :math:`(H_n - H_{j-1}) / n`, with the harmonic numbers: compared with :math:`1 / n` instead, uniform
     causal attention of 64 tokens would be off by 0.36. `attention_marginal_gap` compares both, for each head: it is the
-    mean over sequences of :math:`\frac12 \sum_j |c_j / n - r_j|`, with `key_marginal` as :math:`c_j / n`, and leaves
-    out the rows of padding besides, which in self-attention are those of tokens that no query sees.
+    mean over sequences of :math:`\frac12 \sum_j |c_j / n - r_j|`, with `key_marginal` as :math:`c_j / n`.
 
     Args:
         visible: boolean (…, N, M), true where a query sees a key; or (N, M), numbers of queries and keys that all see

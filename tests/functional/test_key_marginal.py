@@ -72,13 +72,17 @@ def test_rows_that_see_nothing_and_hidden_keys_do_not_count() -> None:
     assert reference_key_marginal(nothing).isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["everything", "causal", "any"])
+@pytest.mark.parametrize("kind", ["everything", "causal", "any", "padding"])
 def test_the_gap_between_both_is_that_of_the_statistic(kind: str) -> None:
-    mask = {"everything": torch.ones(9, 9), "causal": torch.ones(9, 9).tril(), "any": torch.rand(9, 9) < 0.7}[kind] > 0
+    mask = torch.ones(9, 9).tril() > 0 if kind == "causal" else torch.ones(9, 9) > 0
+    if kind == "any":
+        mask = torch.rand(9, 9) < 0.7
+    elif kind == "padding":  # the rows of padding see keys, and are left out
+        mask[:, 6:] = False
     mask[:, 0] = True
     weights = (2 * torch.randn(4, 3, 9, 9)).masked_fill(~mask, -torch.inf).softmax(-1)
     gap = (key_marginal(weights, mask) - reference_key_marginal(mask)).abs().sum(-1) / 2
-    found = attention_marginal_gap(weights, mask, self_attention=False)
+    found = attention_marginal_gap(weights, mask)
     assert float(found.min()) > 0.05 and float(found.max()) < 1
     torch.testing.assert_close(found, gap.mean(0), rtol=1e-5, atol=1e-7)
 
