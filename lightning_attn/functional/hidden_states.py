@@ -45,4 +45,4 @@ def hidden_states(entering: Tensor, leaving: Tensor | None = None, token_mask: T
 
 
 def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
