@@ -8,6 +8,7 @@ metrics that are made when they are asked for.
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,9 +79,11 @@ those that walk many times over whole matrices: a monitor takes them of `spectra
 
 `n` is the number of tokens, `m_i` that of the keys that query `i` sees, `H_n` the n-th harmonic number, `σ` a singular
 value. Unless it is said otherwise, means are over rows of all sequences, over the keys that a row may see, of weights
-before dropout. *Uniform* is the value of uniform attention under the same mask; *n = 64* that of uniform causal
-attention over 64 tokens. A value that nothing defines is absent: it has no weight in any mean, and is NaN as the
-result of a function or metric."""
+before dropout. Rows that see a single key have no choice, and are left out of the means of entropies, `kl_to_uniform`,
+`max_weight`, `softmax_sensitivity`, `logit_std`, `selectivity`, `critical_scaling`, `transport_cost` and `free_energy`.
+*Uniform* is the value of uniform attention: under any mask where a single one is given, and otherwise without a mask
+and under the masks that are named; *n = 64* that of uniform causal attention over 64 tokens. A value that nothing
+defines is absent: it has no weight in any mean, and is NaN as the result of a function or metric."""
 
 
 def section(statistic: type[Statistic]) -> str:
@@ -106,6 +109,8 @@ def section(statistic: type[Statistic]) -> str:
 
 def markdown(docstring: str) -> str:
     """A docstring with its formulas as Markdown has them."""
+    block = re.compile(r"^\.\. math:: (.+(?:\n +.+)*)$", re.MULTILINE)
+    docstring = block.sub(lambda found: f"$$\n{' '.join(found[1].split())}\n$$", docstring)
     parts = docstring.split(":math:`")
     text = parts[0]
     for part in parts[1:]:

@@ -51,7 +51,8 @@ class StateRank(StateStatistic):
 class StateStableRank(StateRank):
     r"""Stable rank of centred states, :math:`\sum_k \sigma_k^2 / \sigma_1^2`, averaged over sequences.
 
-    See `StateRank` for what it is taken of.
+    :math:`\sigma_k` are the singular values of :math:`X - 1 \bar x^\top`, with the states of as many evenly spaced
+    tokens as are looked at, the first among them, for the rows of X. Absent of sequences that have fewer tokens.
     """
 
     name = "state_stable_rank"
@@ -73,7 +74,8 @@ class StateStableRank(StateRank):
 class StateEffectiveRank(StateRank):
     r"""Effective rank of centred states, :math:`\exp H(\sigma / \sum_k \sigma_k)`, averaged over sequences.
 
-    See `StateRank` for what it is taken of.
+    :math:`\sigma_k` are the singular values of :math:`X - 1 \bar x^\top`, with the states of as many evenly spaced
+    tokens as are looked at, the first among them, for the rows of X. Absent of sequences that have fewer tokens.
     """
 
     name = "state_effective_rank"
@@ -97,7 +99,8 @@ class StateEffectiveRank(StateRank):
 class StateParticipationRatio(StateRank):
     r"""Participation ratio of centred states, :math:`(\sum_k \sigma_k^2)^2 / \sum_k \sigma_k^4`, over sequences.
 
-    See `StateRank` for what it is taken of.
+    :math:`\sigma_k` are the singular values of :math:`X - 1 \bar x^\top`, with the states of as many evenly spaced
+    tokens as are looked at, the first among them, for the rows of X. Absent of sequences that have fewer tokens.
     """
 
     name = "state_participation_ratio"

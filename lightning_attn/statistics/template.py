@@ -117,8 +117,9 @@ class ToeplitzShare(RowStatistic):
     that is constant along diagonals. With the sum :math:`s^b_k` of :math:`D^b` along diagonal :math:`k` and the number
     :math:`n^b_k` of its visible entries in present rows, it is :math:`\sum_k \sum_{b \ne b'} s^b_k s^{b'}_k /
     \sqrt{n^b_k n^{b'}_k} / (B - 1)` over :math:`\sum_b \|D^b\|^2`, of the :math:`B \ge 2` sequences that have such an
-    entry. Rows that give all other keys less than 1e-30 beside the first do not count. Absent where queries and keys
-    are not the same tokens.
+    entry. Rows that give all other keys less than 1e-30 beside the first do not count. Of sequences of unlike length
+    it stays below 1: a previous-token head has 0.95 on two of 16 tokens, and 0.47 on 16 and 4. Absent where queries and
+    keys are not the same tokens.
     """
 
     name = "toeplitz_share"
