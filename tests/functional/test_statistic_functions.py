@@ -369,3 +369,24 @@ def test_distances_explain_less_of_sequences_of_unlike_length(length: int, share
     logits = torch.where(tokens[:, None] - tokens == 1, 20.0, 0.0)
     weights = torch.where(mask, logits, -torch.inf).softmax(-1)
     assert functional.attention_toeplitz_share(weights, mask).item() == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sink_logit", [-3.0, 0.0, 6.0])
+def test_what_a_learned_sink_takes_is_no_pattern_and_at_no_distance(sink_logit: float, is_causal: bool) -> None:
+    names = ["positional_share", "attention_distance"]
+    alike, sinks = torch.zeros(3, 2, 24, 8), torch.full((2,), sink_logit)
+    uniform = attention_statistics(query=alike, key=alike, is_causal=is_causal, sink_logits=sinks, statistics=names)
+    assert uniform["positional_share"].isnan().all()
+    torch.testing.assert_close(uniform["attention_distance"], torch.ones(2))
+
+    query, key = torch.randn(2, 64, 2, 24, 8)
+    content = attention_statistics(query=query, key=key, is_causal=is_causal, sink_logits=sinks, statistics=names)
+    assert content["positional_share"].abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_given_weights_is_no_pattern(dtype: torch.dtype) -> None:
+    uniform = torch.full((3, 2, 24, 24), 1 / 24, dtype=dtype)
+    assert functional.attention_positional_share(uniform).isnan().all()
+    torch.testing.assert_close(functional.attention_distance(uniform), torch.ones(2))
