@@ -101,9 +101,11 @@ those that walk many times over whole matrices: a monitor takes them of `spectra
 
 `n` is the number of tokens, `m_i` that of the keys that query `i` sees, `H_n` the n-th harmonic number, `σ` a singular
 value. Unless it is said otherwise, means are over rows of all sequences, over the keys that a row may see, of weights
-before dropout. *Uniform* is the value of uniform attention under the same mask; *n = 64* that of uniform causal
-attention over 64 tokens. A value that nothing defines is absent: it has no weight in any mean, and is NaN as the
-result of a function or metric."""
+before dropout. Rows that see a single key have no choice, and are left out of the means of entropies, `kl_to_uniform`,
+`max_weight`, `softmax_sensitivity`, `logit_std`, `selectivity`, `critical_scaling`, `transport_cost` and `free_energy`.
+*Uniform* is the value of uniform attention: under any mask where a single one is given, and otherwise without a mask
+and under the masks that are named; *n = 64* that of uniform causal attention over 64 tokens. A value that nothing
+defines is absent: it has no weight in any mean, and is NaN as the result of a function or metric."""
 
 
 def section(statistic: type[Statistic]) -> str:

@@ -28,3 +28,9 @@ def test_every_statistic_carries_what_the_pages_say() -> None:
     for name, statistic in known_statistics().items():
         assert all((statistic.unit, str(statistic.range), statistic.uniform, statistic.reading, statistic.source)), name
         assert statistic.reading.endswith("."), name
+
+
+def test_the_page_is_markdown_that_needs_nothing_else() -> None:
+    page = PAGES[generate.ROOT / "docs" / "statistics.md"]
+    assert not any(markup in page for markup in (":math:", ".. ", "See `StateRank`"))
+    assert page.count("$$\n") == 2 * page.count(r"H_i \ge \log")

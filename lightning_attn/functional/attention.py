@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from numbers import Real
 from typing import Final
 
 import torch
@@ -111,6 +112,8 @@ def _of_weights(weights: Tensor) -> AttentionCall:
         )
         raise ValueError(f"`weights` must be of shape (B, H, N, M) or (N, M), got {tuple(weights.shape)}.{hint}")
     sequences, heads, queries, keys = weights.shape
+    if heads == 0:
+        raise ValueError(f"`weights` must have a head, got shape {tuple(weights.shape)}.")
     return AttentionCall(
         "weights",
         weights.new_zeros(sequences, heads, queries, 0),
@@ -136,11 +139,13 @@ def _of_query_and_key(
             f"got {tuple(query.shape)} and {tuple(key.shape)}."
         )
     heads, key_heads, width = query.shape[1], key.shape[1], query.shape[-1]
+    if heads == 0:
+        raise ValueError(f"`query` must have a head, got shape {tuple(query.shape)}.")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"`key` must have a number of heads that divides the {heads} of `query`, got {key_heads}.")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
         raise ValueError(f"`scale` must be a finite number or None, got {scale!r}.")
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not (_is_number(soft_cap) and soft_cap > 0):
         raise ValueError(f"`soft_cap` must be positive or None, got {soft_cap!r}.")
     if sink_logits is not None and (not isinstance(sink_logits, Tensor) or sink_logits.shape != (heads,)):
         raise ValueError(f"`sink_logits` must be a tensor of shape ({heads},), got {described(sink_logits)}.")
@@ -213,6 +218,10 @@ def _floating(name: str, tensor: object, shape: str) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise ValueError(f"`{name}` must be a floating tensor of shape {shape}, got {described(tensor)}.")
     return tensor.detach()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, Tensor))
 
 
 def _refuse_beside_weights(**others: object) -> None:

@@ -118,7 +118,7 @@ def check_visibility(name: str, visible: Tensor | tuple[int, int]) -> None:
 
 def described(value: object) -> str:
     """What was given, for a message."""
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
 
 
 def _has_shape(tensor: Tensor, shape: str) -> bool:

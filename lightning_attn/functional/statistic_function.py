@@ -97,15 +97,16 @@ def _statistics_update(statistics: Sequence[type[Statistic]], given: AttentionCa
     """
     device = given.query.device if isinstance(given, AttentionCall) else given.entering.device
     with isolated(device):
+        lacks = [_what_lacks(statistic, given) for statistic in statistics]
+        if len(lacks) == 1 and lacks[0] is not None:
+            raise ValueError(lacks[0])
         if isinstance(given, HiddenStates):
             sums = Sums.nothing(statistics, 1, device)
             found = measure_states(given, statistics)
             if found:
                 found.add_to(sums)
             return sums
-        defined = [statistic for statistic in statistics if _what_lacks(statistic, given) is None]
-        if len(statistics) == 1 and not defined:
-            raise ValueError(_what_lacks(statistics[0], given))
+        defined = [statistic for statistic, lack in zip(statistics, lacks, strict=True) if lack is None]
         return measure(given, defined).among(statistics)
 
 
@@ -131,15 +132,18 @@ def _over_heads(values_H: Tensor, how: OverHeads) -> Tensor:
     return torch.where(values_H.isnan().all(), torch.nan, value)
 
 
-def _what_lacks(statistic: type[Statistic], call: AttentionCall) -> str | None:
+def _what_lacks(statistic: type[Statistic], given: AttentionCall | HiddenStates) -> str | None:
     """What a statistic needs that was not given."""
-    if issubclass(statistic, RowStatistic):
-        if statistic.needs_logits and call.weight_matrix is not None:
+    if isinstance(given, HiddenStates):
+        if issubclass(statistic, StateStatistic) and statistic.needs_leaving and given.leaving is None:
+            return f"{statistic.name!r} needs `leaving`, got None."
+    elif issubclass(statistic, RowStatistic):
+        if statistic.needs_logits and given.weight_matrix is not None:
             return (
                 f"{statistic.name!r} is of logits, which weights tell only up to a constant for each row: give `query` "
                 "and `key` rather than `weights`."
             )
-        if statistic.needs_values and call.value is None:
+        if statistic.needs_values and given.value is None:
             return f"{statistic.name!r} needs `value`, got None."
     return None
 

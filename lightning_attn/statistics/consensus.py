@@ -19,7 +19,9 @@ class ConsensusRate(RowStatistic):
     The matrix of a causal head is triangular, so that its eigenvalues are its diagonal: the first token's is 1, and the
     rate is :math:`1 - \max_{j \ge 2} A_{jj}`. Where a query sees a later key, the eigenvalue is exact up to 128 tokens,
     and from an iteration beyond, within 0.01. Absent where it is ill-conditioned, so that rounding alone would move it:
-    in heads that are nearly, but not quite, causal. See `lightning_attn.statistics.algebra.eigenvalue`.
+    in heads that are nearly, but not quite, causal. Beside a learned sink, weights are as the model uses them, and the
+    first token of a causal head, whose eigenvalue is less than 1 then, is left out all the same. See
+    `lightning_attn.statistics.algebra.eigenvalue`.
     """
 
     name = "consensus_rate"

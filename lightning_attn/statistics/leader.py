@@ -88,7 +88,7 @@ class LeaderPosition(_OfStationaryDistribution):
     lens = "Consensus"
     unit = "tokens"
     range = Range(0, "n − 1")
-    uniform = "0"
+    uniform = "0 without a mask and in causal heads"
     example = 0.0
     reading = (
         "0: the first token is the one that others follow, as in causal heads. Only of use where `leader_mass` is high."

@@ -90,8 +90,9 @@ class UniformPositionConcentration(PositionConcentration):
 class AttentionDistance(RowStatistic):
     r"""Mean distance :math:`\sum A_{ij} |i - j|` over that of uniform attention, :math:`\sum U_{ij} |i - j|`.
 
-    Both sums are over the present rows of all sequences, with :math:`U_{ij} = 1 / m_i` on visible keys. Absent where
-    queries and keys are not the same tokens.
+    Both sums are over the present rows of all sequences, with :math:`U_{ij} = \sum_k A_{ik} / m_i` on visible keys: a
+    learned sink, which takes weight from both, is at no distance. Absent where queries and keys are not the same
+    tokens.
     """
 
     name = "attention_distance"
@@ -114,7 +115,7 @@ class AttentionDistance(RowStatistic):
         if not self.row_pass.call.is_square:
             return
         of_weights_BHR = distances(rows.clean_exponentials_BHRM, rows.start, rows.stop) * rows.share_BHR
-        of_uniform_BHR = distances(rows.visible_BHRM, rows.start, rows.stop) * rows.uniform_share_BHR
+        of_uniform_BHR = distances(rows.visible_BHRM, rows.start, rows.stop) * rows.uniform_share_BHR * rows.mass_BHR
         self._sums_2BH += torch.stack([of_weights_BHR, of_uniform_BHR]).sum(-1, dtype=self._sums_2BH.dtype)
 
     def result(self) -> Ratio:

@@ -21,16 +21,16 @@ class SinkPosition(RowStatistic):
 
     :math:`\alpha_k` is the mean of :math:`A_{ik}` over the rows that see key :math:`k`, in self-attention without row
     :math:`k` itself. Positions are counted over the keys that any query sees. Only keys that at least half as many
-    queries see as see the most visible one are looked at; of keys that receive as much, to 1e-5, it is the first.
-    Averaged over sequences. Absent of sequences with fewer than ten visible keys, as `sink_rate` is, and where no key
-    receives anything from another token.
+    queries see as see the most visible one are looked at; of keys that receive as much, but for a part of 1e-5, it is
+    the first. Averaged over sequences. Absent of sequences with fewer than ten visible keys, as `sink_rate` is, and
+    where no key receives anything from another token.
     """
 
     name = "sink_position"
     lens = "Sinks"
     unit = "tokens"
     range = Range(0, "n − 1")
-    uniform = "0"
+    uniform = "0 without a mask and in causal heads"
     example = 0.0
     reading = "0: the key that receives most is the first one, as sinks of decoders are. The mean of all sequences."
     source = "Gu et al. 2025, arXiv:2410.10781"

@@ -48,7 +48,8 @@ def _squares(deviation_BHRM: Tensor, uniform_BHR: Tensor) -> Tensor:
 class PositionalShare(RowStatistic):
     r"""Share of the pattern that the mean over sequences explains, corrected for the number of sequences.
 
-    With :math:`D^b = A^b - U^b`, where :math:`U` is uniform over visible keys, it is the sum over rows of
+    With :math:`D^b = A^b - U^b`, where :math:`U` spreads the sum of the row evenly over its visible keys, so that what
+    a learned sink takes is no pattern, it is the sum over rows of
     :math:`\sum_{b \ne b'} \langle D^b, D^{b'} \rangle / (B - 1)`, divided by that of :math:`\sum_b \|D^b\|^2`. Only the
     :math:`B \ge 2` sequences that have the row count. Taking pairs of different sequences is what makes it unbiased:
     pure content gives 0 however few sequences there are, where the plain share :math:`R` gives :math:`1 / B`; it is
@@ -68,8 +69,9 @@ class PositionalShare(RowStatistic):
         self._explained = _Explained(row_pass)
 
     def deviation(self, rows: RowBlock) -> tuple[Tensor, Tensor]:
-        """What each row has beside uniform weights, (B, H, R, M), and these, (B, H, R): zero where it is absent."""
-        return rows.deviation_BHRM, rows.uniform_share_BHR
+        """What each row has beside even weights, (B, H, R, M), and the square of these, (B, H, R): zero if absent."""
+        even_BHR = (rows.uniform_share_BHR * rows.mass_BHR.square()).clamp(min=torch.finfo(torch.float32).tiny)
+        return rows.deviation_at_equal_mass_BHRM, torch.where(rows.present_BHR, even_BHR, 0.0)
 
     def add(self, rows: RowBlock) -> None:
         """Compare the sequences of each row."""
@@ -117,8 +119,9 @@ class ToeplitzShare(RowStatistic):
     that is constant along diagonals. With the sum :math:`s^b_k` of :math:`D^b` along diagonal :math:`k` and the number
     :math:`n^b_k` of its visible entries in present rows, it is :math:`\sum_k \sum_{b \ne b'} s^b_k s^{b'}_k /
     \sqrt{n^b_k n^{b'}_k} / (B - 1)` over :math:`\sum_b \|D^b\|^2`, of the :math:`B \ge 2` sequences that have such an
-    entry. Rows that give all other keys less than 1e-30 beside the first do not count. Absent where queries and keys
-    are not the same tokens.
+    entry. Rows that give all other keys less than 1e-30 beside the first do not count. Of sequences of unlike length
+    it stays below 1: a previous-token head has 0.95 on two of 16 tokens, and 0.47 on 16 and 4. Absent where queries and
+    keys are not the same tokens.
     """
 
     name = "toeplitz_share"

@@ -22,6 +22,7 @@ import lightning_attn.functional as functional
 from lightning_attn import AttentionCall, record
 from lightning_attn.functional import attention_call, attention_entropy, attention_max_logit, attention_statistics
 from lightning_attn.functional.statistic_function import function_of
+from lightning_attn.metrics import SimilarityContraction
 from lightning_attn.statistics import RowStatistic, known_statistics, measure
 from lightning_attn.statistics.description import function_name
 
@@ -239,6 +240,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wide key": ({"query": QUERY, "key": QUERY[..., :4]}, "`query` and `key` must be of shapes"),
     "heads": ({"query": QUERY, "key": QUERY[:, :3]}, "divides the 4 of `query`, got 3"),
     "scale": ({"query": QUERY, "key": QUERY, "scale": math.nan}, "`scale` must be a finite number"),
+    "scale of letters": (
+        {"query": QUERY, "key": QUERY, "scale": "a"},
+        "`scale` must be a finite number or None, got 'a'",
+    ),
+    "soft cap of letters": ({"query": QUERY, "key": QUERY, "soft_cap": "a"}, "`soft_cap` must be positive or None"),
+    "no head": ({"weights": WEIGHTS[:, :0]}, r"`weights` must have a head, got shape \(2, 0, 6, 6\)"),
+    "no head of queries": ({"query": QUERY[:, :0], "key": QUERY[:, :1]}, "`query` must have a head"),
+    "an array": ({"weights": WEIGHTS.numpy()}, r"`weights` must be a floating tensor [^\0]{0,150}$"),
     "soft cap": ({"query": QUERY, "key": QUERY, "soft_cap": 0.0}, "`soft_cap` must be positive"),
     "sink logits": ({"query": QUERY, "key": QUERY, "sink_logits": torch.zeros(3)}, r"shape \(4,\), got .*\(3,\)"),
     "value": ({"weights": WEIGHTS, "value": QUERY[:, :, :5]}, r"`value` must be of shape .* M = 6"),
@@ -263,6 +272,10 @@ def test_what_weights_do_not_tell_is_refused() -> None:
         attention_max_logit(WEIGHTS)
     with pytest.raises(ValueError, match="'value_contraction' needs `value`, got None"):
         functional.attention_value_contraction(WEIGHTS)
+    with pytest.raises(ValueError, match="'similarity_contraction' needs `leaving`, got None"):
+        functional.similarity_contraction(STATES)
+    with pytest.raises(ValueError, match="'similarity_contraction' needs `leaving`, got None"):
+        SimilarityContraction().update(STATES)
 
 
 def test_an_argument_that_no_function_has_is_refused() -> None:
@@ -335,3 +348,45 @@ def test_all_functions_are_listed_and_others_are_not_there() -> None:
     assert "attention_entropy" in functional.__all__ and "token_similarity" in functional.__all__
     with pytest.raises(AttributeError, match="no attribute 'attention_entropi'"):
         _ = functional.attention_entropi  # type: ignore[attr-defined]
+
+
+def test_the_first_token_of_a_causal_head_is_left_out_beside_a_learned_sink_too() -> None:
+    query, sink_logits = torch.randn(1, 2, 9, 8), torch.tensor([-1.0, 3.0])
+    logits = (query @ query.mT / math.sqrt(8)).double().numpy()[0]
+    exponentials = np.tril(np.exp(logits))
+    weights = exponentials / (exponentials.sum(-1, keepdims=True) + np.exp([-1.0, 3.0])[:, None, None])
+    expected = 1 - np.diagonal(weights, axis1=-2, axis2=-1)[:, 1:].max(-1)
+    rate = functional.attention_consensus_rate(query=query, key=query, is_causal=True, sink_logits=sink_logits)
+    np.testing.assert_allclose(rate, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "share"), [(16, 0.95), (4, 0.47)])
+def test_distances_explain_less_of_sequences_of_unlike_length(length: int, share: float) -> None:
+    tokens = torch.arange(16)
+    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril() & (
+        tokens < torch.tensor([16, length])[:, None, None, None]
+    )
+    logits = torch.where(tokens[:, None] - tokens == 1, 20.0, 0.0)
+    weights = torch.where(mask, logits, -torch.inf).softmax(-1)
+    assert functional.attention_toeplitz_share(weights, mask).item() == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sink_logit", [-3.0, 0.0, 6.0])
+def test_what_a_learned_sink_takes_is_no_pattern_and_at_no_distance(sink_logit: float, is_causal: bool) -> None:
+    names = ["positional_share", "attention_distance"]
+    alike, sinks = torch.zeros(3, 2, 24, 8), torch.full((2,), sink_logit)
+    uniform = attention_statistics(query=alike, key=alike, is_causal=is_causal, sink_logits=sinks, statistics=names)
+    assert uniform["positional_share"].isnan().all()
+    torch.testing.assert_close(uniform["attention_distance"], torch.ones(2))
+
+    query, key = torch.randn(2, 64, 2, 24, 8)
+    content = attention_statistics(query=query, key=key, is_causal=is_causal, sink_logits=sinks, statistics=names)
+    assert content["positional_share"].abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_given_weights_is_no_pattern(dtype: torch.dtype) -> None:
+    uniform = torch.full((3, 2, 24, 24), 1 / 24, dtype=dtype)
+    assert functional.attention_positional_share(uniform).isnan().all()
+    torch.testing.assert_close(functional.attention_distance(uniform), torch.ones(2))

@@ -76,6 +76,11 @@ class Head:
         return uniform
 
     @cached_property
+    def even(self) -> np.ndarray:
+        """What each row gives, spread evenly over the visible keys."""
+        return self.weights.sum(axis=1, keepdims=True) * self.uniform
+
+    @cached_property
     def without_first_key(self) -> Head:
         """The same head without the first key that is seen, and without the rows that give (nearly) all to it."""
         visible = self.visible.copy()

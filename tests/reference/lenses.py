@@ -166,14 +166,14 @@ def attention_distance(sequences: list[Head]) -> float:
     squares = [head for head in sequences if head.is_square]
     distances = [np.abs(np.subtract.outer(*[np.arange(len(head.visible))] * 2)) for head in squares]
     of_weights = sum((head.weights * distance).sum() for head, distance in zip(squares, distances, strict=True))
-    of_uniform = sum((head.uniform * distance).sum() for head, distance in zip(squares, distances, strict=True))
+    of_uniform = sum((head.even * distance).sum() for head, distance in zip(squares, distances, strict=True))
     return ratio(of_weights, of_uniform)
 
 
 def deviations(head: Head) -> np.ndarray:
     """Weights minus uniform ones; nothing where that is below what single precision can tell."""
-    deviation = head.weights - head.uniform
-    is_uniform = (deviation**2).sum(axis=1) <= 1e-12 * (head.uniform**2).sum(axis=1)
+    deviation = head.weights - head.even
+    is_uniform = (deviation**2).sum(axis=1) <= 1e-12 * (head.even**2).sum(axis=1)
     return np.where(is_uniform[:, None], 0, deviation)
 
 

@@ -21,7 +21,7 @@ def contrast(name: str, sequences: list[Head]) -> float:
         present = [head for head in sequences if row in head.rows]
         if len(present) >= 2 or name == "toeplitz_share":
             squares += sum((deviations(head)[row] ** 2).sum() for head in present)
-            uniform += sum((head.uniform[row] ** 2).sum() for head in present)
+            uniform += sum((head.even[row] ** 2).sum() for head in present)
     return float(np.sqrt(squares / max(1e-30, uniform)))
 
 
@@ -51,7 +51,7 @@ def is_undecided(name: str, sequences: list[Head]) -> bool:
     if name in TOLERANCES:
         return TOLERANCES[name].is_undecided(sequences)
     # Beside a sink logit there may be weights, or squares of weights, that single precision does not hold.
-    if name == "position_concentration":
+    if name in ("position_concentration", "attention_distance"):
         return sum(head.weights.sum() for head in sequences) < 1e-30
     if name in ("stable_rank", "spectral_gap"):
         return any(0 < head.weights.max(initial=0) < 1e-17 for head in sequences)

@@ -467,16 +467,12 @@ class RowBlock:
         return visible_BHRM
 
     @property
-    def deviation_BHRM(self) -> Tensor:
-        """Weights minus those of uniform attention, zero in absent rows; lost when the block is asked for more.
-
-        Both are the same division where a row is uniform, so that nothing but zero is left.
-        """
-        return self._deviation_from(self.uniform_share_BHR)
-
-    @property
     def deviation_at_equal_mass_BHRM(self) -> Tensor:
-        """The same of uniform weights that sum to what the row sums to: beside a learned sink, to less than one."""
+        """Weights minus uniform ones of the same sum, zero in absent rows; lost when the block is asked for more.
+
+        Beside a learned sink rows sum to less than one. Without it both are the same division where a row is uniform,
+        so that nothing but zero is left.
+        """
         return self._deviation_from(self.uniform_share_BHR * self.mass_BHR)
 
     def _deviation_from(self, uniform_BHR: Tensor) -> Tensor:
