@@ -147,7 +147,7 @@ def attention_dobrushin_bound(
     validate_args: bool = True,
     over_heads: OverHeads = "none",
 ) -> Tensor:
-    r"""Mean over sequences of :math:`\max_i \sum_j A_{ij} - \sum_j \min_i A_{ij}`, never below `Dobrushin`."""
+    r"""Mean over sequences of :math:`\max_i \sum_j A_{ij} - \sum_j \min_i A_{ij}`."""
 
 def attention_effective_rank(
     weights: Tensor | AttentionCall | None = None,

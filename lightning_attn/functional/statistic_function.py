@@ -6,6 +6,7 @@ Shape suffixes: S statistics, H heads.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -167,6 +168,8 @@ def with_parameters(statistic: type[Statistic], parameters: tuple[tuple[str, Any
         kind = type(getattr(statistic, name))
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise ValueError(f"`{name}` must be of type {kind.__name__}, got {value!r}.")
+        if not math.isfinite(value):
+            raise ValueError(f"`{name}` must be finite, got {value!r}.")
     if not parameters:
         return statistic
     return type(statistic.__name__, (statistic,), dict(parameters))

@@ -30,7 +30,7 @@ class AttentionDobrushin(StatisticMetric):
     r"""Mean over sequences of Dobrushin's coefficient :math:`\tau(A) = \frac12 \max_{i,k} \|A_i - A_k\|_1`."""
 
 class AttentionDobrushinBound(StatisticMetric):
-    r"""Mean over sequences of :math:`\max_i \sum_j A_{ij} - \sum_j \min_i A_{ij}`, never below `Dobrushin`."""
+    r"""Mean over sequences of :math:`\max_i \sum_j A_{ij} - \sum_j \min_i A_{ij}`."""
 
 class AttentionEffectiveRank(StatisticMetric):
     r"""Effective rank :math:`\exp(-\sum_k p_k \log p_k)` with :math:`p_k = \sigma_k / \sum_l \sigma_l`, over sequences."""

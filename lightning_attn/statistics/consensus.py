@@ -19,8 +19,8 @@ class ConsensusRate(RowStatistic):
     The matrix of a causal head is triangular, so that its eigenvalues are its diagonal: the first token's is 1, and the
     rate is :math:`1 - \max_{j \ge 2} A_{jj}`. Where a query sees a later key, the eigenvalue is exact up to 128 tokens,
     and from an iteration beyond, within 0.01. Absent where it is ill-conditioned, so that rounding alone would move it:
-    in heads that are nearly, but not quite, causal. Beside a learned sink, weights are as the model uses them, and the
-    first token of a causal head, whose eigenvalue is less than 1 then, is left out all the same. See
+    in heads that are nearly, but not quite, causal. Beside a learned sink, weights are as the model uses them: all
+    eigenvalues are less than 1, and that of a causal head is the second largest of its diagonal. See
     `lightning_attn.statistics.algebra.eigenvalue`.
     """
 
@@ -38,17 +38,16 @@ class ConsensusRate(RowStatistic):
 
     def __init__(self, row_pass: RowPass) -> None:
         super().__init__(row_pass)
-        self._second: Tensor | None = None
+        self._diagonal: list[Tensor] = []
         self._rows: Tensor | float = 0.0
         self._looks_ahead: Tensor | bool = False
 
     def add(self, rows: RowBlock) -> None:
-        """Look at the diagonal, the first token's aside."""
+        """Look at the diagonal."""
         if not self.row_pass.call.is_square:
             return
         others_BHR = rows.present_BHR & (rows.number_R != rows.first_key)
-        largest_BH = torch.where(others_BHR, rows.self_weight_BHR, 0.0).amax(-1)
-        self._second = largest_BH if self._second is None else torch.maximum(self._second, largest_BH)
+        self._diagonal.append(torch.where(rows.present_BHR, rows.self_weight_BHR, 0.0))
         self._rows = self._rows + others_BHR.sum(-1)
         if not self.row_pass.is_surely_causal:
             self._looks_ahead = self._looks_ahead | rows.looks_ahead_BH
@@ -56,11 +55,11 @@ class ConsensusRate(RowStatistic):
     def result(self) -> Ratio:
         """The rate of each sequence that has a second token."""
         call = self.row_pass.call
-        if self._second is None:
+        if not self._diagonal:
             nothing_BH = torch.zeros(call.sequences, call.heads, device=call.query.device)
             return mean_over_sequences(nothing_BH, nothing_BH > 0)
         assert isinstance(self._rows, Tensor)
-        second_BH = self._second
+        second_BH = torch.cat(self._diagonal, dim=-1).topk(min(2, call.queries)).values[..., -1]
         if isinstance(self._looks_ahead, Tensor) and bool(self._looks_ahead.any()):
             of_matrix_BH = self.row_pass.shared(second_eigenvalue).to(second_BH)
             second_BH = torch.where(self._looks_ahead, of_matrix_BH, second_BH)

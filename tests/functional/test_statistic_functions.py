@@ -350,16 +350,6 @@ def test_all_functions_are_listed_and_others_are_not_there() -> None:
         _ = functional.attention_entropi  # type: ignore[attr-defined]
 
 
-def test_the_first_token_of_a_causal_head_is_left_out_beside_a_learned_sink_too() -> None:
-    query, sink_logits = torch.randn(1, 2, 9, 8), torch.tensor([-1.0, 3.0])
-    logits = (query @ query.mT / math.sqrt(8)).double().numpy()[0]
-    exponentials = np.tril(np.exp(logits))
-    weights = exponentials / (exponentials.sum(-1, keepdims=True) + np.exp([-1.0, 3.0])[:, None, None])
-    expected = 1 - np.diagonal(weights, axis1=-2, axis2=-1)[:, 1:].max(-1)
-    rate = functional.attention_consensus_rate(query=query, key=query, is_causal=True, sink_logits=sink_logits)
-    np.testing.assert_allclose(rate, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("length", "share"), [(16, 0.95), (4, 0.47)])
 def test_distances_explain_less_of_sequences_of_unlike_length(length: int, share: float) -> None:
     tokens = torch.arange(16)

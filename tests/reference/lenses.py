@@ -93,13 +93,13 @@ def spectral_gap(head: Head) -> list[float]:
 
 @of_head
 def consensus_rate(head: Head) -> list[float]:
-    """1 - |second eigenvalue|; the eigenvalues of a triangular matrix are its diagonal, the first token's the first."""
+    """1 - |second eigenvalue|; the eigenvalues of a triangular matrix are its diagonal."""
     others = [i for i in head.rows if i != head.seen_keys[0]]
     if not head.is_square or not others:
         return []
     if any(head.visible[i, i + 1 :].any() for i in head.tokens):
         return [1 - second_eigenvalue(head.weights)]
-    return [1 - max(head.weights[i, i] for i in others)]
+    return [1 - np.sort(head.weights.diagonal())[-2]]
 
 
 def second_eigenvalue(matrix: np.ndarray) -> float:
@@ -108,9 +108,9 @@ def second_eigenvalue(matrix: np.ndarray) -> float:
 
 @of_head
 def marginal_gap(head: Head) -> list[float]:
-    if not head.rows:
+    if not head.weights.sum() > 1e-30:
         return []
-    return [float(np.abs(head.weights.sum(axis=0) - head.uniform.sum(axis=0)).sum() / (2 * len(head.rows)))]
+    return [float(np.abs(head.weights.sum(axis=0) - head.even.sum(axis=0)).sum() / (2 * head.weights.sum()))]
 
 
 @of_head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,3 +290,15 @@ def test_marginal_gap_of_a_sink() -> None:
     full = of_logits(200.0 * (torch.arange(N) == 0).expand(N, N))
     assert statistic("marginal_gap", full) == pytest.approx(1 - 1 / N, rel=1e-6)
     assert statistic("marginal_gap", all_on_the_first_key()) == pytest.approx(1 - harmonic(N) / N, rel=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_beside_a_learned_sink_uniform_attention_is_in_balance(causal: bool) -> None:
+    call = replace(of_logits(torch.zeros(24, 24), causal=causal), sink_logits=torch.tensor([6.0]))
+    assert statistic("marginal_gap", call) == pytest.approx(0, abs=1e-6)
+
+
+def test_beside_a_learned_sink_the_rate_of_a_causal_head_is_that_of_its_eigenvalues() -> None:
+    """Of uniform causal attention with a sink logit of 0 the diagonal is 1 / (i + 1)."""
+    call = replace(uniform_causal(8), sink_logits=torch.zeros(1))
+    assert statistic("consensus_rate", call) == pytest.approx(1 - 1 / 3)

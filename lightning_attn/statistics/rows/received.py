@@ -42,3 +42,14 @@ class UniformReceivedWeight(ReceivedWeight):
     def of(self, rows: RowBlock) -> Tensor:
         """What keys would receive from the rows of a block."""
         return rows.uniform_column_weight_BHM
+
+
+class EvenReceivedWeight(ReceivedWeight):
+    """The same of weights that are spread evenly, and of which each row has the sum that it really has.
+
+    Rows sum to one, and it is that of uniform attention, unless there is a learned sink, or weights were given.
+    """
+
+    def of(self, rows: RowBlock) -> Tensor:
+        """What keys would receive from the rows of a block."""
+        return rows.even_column_weight_BHM

@@ -455,6 +455,11 @@ class RowBlock:
         return torch.einsum("bhr,bhrm->bhm", self.uniform_share_BHR, self.visible_BHRM)
 
     @cached_property
+    def even_column_weight_BHM(self) -> Tensor:
+        """The same of even weights, of which each row has the sum that it really has."""
+        return torch.einsum("bhr,bhrm->bhm", self.uniform_share_BHR * self.mass_BHR, self.visible_BHRM)
+
+    @cached_property
     def visible_BHRM(self) -> Tensor:
         """1 where a query may see a key and 0 elsewhere, whatever key is removed; broadcasts."""
         keys = self._shape[3]
