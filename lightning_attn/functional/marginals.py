@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import check_visibility, checked, visible_keys
+from lightning_attn.functional.dense import check_visibility, checked, refuse_negative, visible_keys
 
 
 def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -33,6 +33,7 @@ def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
         tensor([0.7500, 0.2500])
     """
     weights_BNM = checked("weights", weights)
+    refuse_negative("weights", weights_BNM)
     visible_BNM = visible_keys(weights_BNM, mask)
     rows_B1 = visible_BNM.any(-1).sum(-1, keepdim=True)
     return torch.where(visible_BNM, weights_BNM, 0.0).sum(-2) / rows_B1

@@ -6,6 +6,7 @@ Shape suffixes: S statistics, H heads.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -41,8 +42,8 @@ def attention_statistics(
     Args:
         weights: see `attention_call`, whose other arguments are taken too.
         mask: see `attention_call`.
-        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one. Those
-            of hidden states are left out.
+        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one, in
+            both cases without those of hidden states.
         over_heads: what becomes of the heads: ``"none"`` gives a value for each.
         attention: see `attention_call`.
 
@@ -51,7 +52,7 @@ def attention_statistics(
         needs values or logits that were not given.
 
     Raises:
-        ValueError: if a name is unknown, or as `attention_call` does.
+        ValueError: if a name is unknown or that of a statistic of hidden states, or as `attention_call` does.
 
     Example:
         >>> from torch import ones
@@ -60,8 +61,24 @@ def attention_statistics(
         {'entropy': tensor([1., 1.]), 'sink_strength': tensor([0.4167, 0.4167])}
     """
     check_over_heads(over_heads)
-    of_rows = [statistic for statistic in resolve(statistics) if issubclass(statistic, RowStatistic)]
-    return _statistics_compute(_statistics_update(of_rows, attention_call(weights, mask, **attention)), over_heads)
+    chosen = statistics_of_heads(statistics)
+    return _statistics_compute(_statistics_update(chosen, attention_call(weights, mask, **attention)), over_heads)
+
+
+def statistics_of_heads(names: str | Sequence[str] | None) -> list[type[Statistic]]:
+    """The statistics of these names, of which all must be of heads; of all or the default ones, those that are.
+
+    Raises:
+        ValueError: if a name is unknown, or one of a statistic of hidden states.
+    """
+    found = resolve(names)
+    others = [statistic.name for statistic in found if not issubclass(statistic, RowStatistic)]
+    if others and names is not None and names != "all":
+        raise ValueError(
+            f"`statistics` must name statistics of heads, got {others}, of hidden states, each of which has a function "
+            "and a metric of its own."
+        )
+    return [statistic for statistic in found if statistic.name not in others]
 
 
 def function_of(statistic: type[Statistic]) -> Callable[..., Tensor]:
@@ -75,7 +92,10 @@ def _made_of(statistic: type[Statistic]) -> Callable[..., Tensor]:
     signature = _signature(statistic)
 
     def function(*args: Any, **kwargs: Any) -> Tensor:
-        arguments = signature.bind(*args, **kwargs).arguments
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
         over_heads = check_over_heads(arguments.pop("over_heads", "none"))
         parameters = {name: arguments.pop(name) for name in statistic.parameters if name in arguments}
         chosen = with_parameters(statistic, tuple(parameters.items()))
@@ -98,6 +118,8 @@ def _statistics_update(statistics: Sequence[type[Statistic]], given: AttentionCa
     device = given.query.device if isinstance(given, AttentionCall) else given.entering.device
     with isolated(device):
         if isinstance(given, HiddenStates):
+            if len(statistics) == 1 and (lacking := _what_states_lack(statistics[0], given)):
+                raise ValueError(lacking)
             sums = Sums.nothing(statistics, 1, device)
             found = measure_states(given, statistics)
             if found:
@@ -144,6 +166,13 @@ def _what_lacks(statistic: type[Statistic], call: AttentionCall) -> str | None:
     return None
 
 
+def _what_states_lack(statistic: type[Statistic], states: HiddenStates) -> str | None:
+    """What a statistic of hidden states needs that was not given."""
+    if issubclass(statistic, StateStatistic) and statistic.needs_leaving and states.leaving is None:
+        return f"{statistic.name!r} needs `leaving`, got None."
+    return None
+
+
 def as_input(statistic: type[Statistic], args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionCall | HiddenStates:
     """What a statistic is computed of, from the arguments of its function."""
     if issubclass(statistic, StateStatistic):
@@ -163,6 +192,8 @@ def with_parameters(statistic: type[Statistic], parameters: tuple[tuple[str, Any
         kind = type(getattr(statistic, name))
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise ValueError(f"`{name}` must be of type {kind.__name__}, got {value!r}.")
+        if math.isnan(value):
+            raise ValueError(f"`{name}` must be a number, got {value!r}.")
     if not parameters:
         return statistic
     return type(statistic.__name__, (statistic,), dict(parameters))

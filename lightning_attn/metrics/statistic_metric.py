@@ -18,13 +18,14 @@ from lightning_attn.functional.statistic_function import (
     _statistics_compute,
     _statistics_update,
     check_over_heads,
+    statistics_of_heads,
     with_parameters,
 )
 from lightning_attn.metrics.base import StreamedMetric, checked_count
 from lightning_attn.statistics.description import metric_docstring, metric_name
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.registry import resolve
-from lightning_attn.statistics.statistic import RowStatistic, Statistic
+from lightning_attn.statistics.statistic import Statistic
 
 _METRICS: dict[type[Statistic], type[Metric]] = {}
 
@@ -120,13 +121,14 @@ class AttentionStatistics(_AttentionMetric):
 
     Args:
         num_heads: how many heads the attention has, H.
-        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one. Those
-            of hidden states are left out.
+        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one, in
+            both cases without those of hidden states.
         over_heads: ``"none"`` for a value of each head; ``"mean"``, ``"min"`` or ``"max"`` for one of all.
         kwargs: see `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if a name is unknown, or an argument of another shape, type or value than these.
+        ValueError: if a name is unknown or that of a statistic of hidden states, or an argument of another shape, type
+            or value than these.
 
     Example:
         >>> from torch import ones
@@ -144,9 +146,7 @@ class AttentionStatistics(_AttentionMetric):
         over_heads: OverHeads = "none",
         **kwargs: Any,
     ) -> None:
-        chosen = [statistic for statistic in resolve(statistics) if issubclass(statistic, RowStatistic)]
-        if not chosen:
-            raise ValueError(f"`statistics` must name statistics of heads, got {statistics!r}, of hidden states.")
+        chosen = statistics_of_heads(statistics)
         self.names = tuple(statistic.name for statistic in chosen)
         super().__init__(chosen, num_heads, over_heads, **kwargs)
 

@@ -48,6 +48,7 @@ class SimilarityContraction(StateStatistic):
     example = 0.0
     reading = "Above 0: attention alone brings tokens together; below 0: it tells them apart."
     source = "Chen et al. 2026, arXiv:2510.05554"
+    needs_leaving = True
 
     @classmethod
     def result(cls, entering: Tokens, leaving: Tokens | None) -> Ratio:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ class StateStatistic(Statistic, ABC):
     """
 
     per = "site"
+
+    #: Whether nothing is told by the states that enter alone.
+    needs_leaving: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

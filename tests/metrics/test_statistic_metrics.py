@@ -284,6 +284,8 @@ def test_unknown_names_and_arguments_are_refused() -> None:
         AttentionStatistics(2, statistics="entropi")
     with pytest.raises(ValueError, match="must name statistics of heads"):
         AttentionStatistics(2, statistics="token_similarity")
+    with pytest.raises(ValueError, match=r"must name statistics of heads, got \['token_similarity'\]"):
+        AttentionStatistics(2, statistics=["entropy", "token_similarity"])
     with pytest.raises(ValueError, match="Unexpected keyword arguments: `threshhold`"):
         AttentionSinkRate(2, threshhold=0.1)
     with pytest.raises(ValueError, match="`threshold` must be of type float, got 'high'"):
