@@ -114,7 +114,7 @@ def section(statistic: type[Statistic]) -> str:
     facts = [f"range {range_and_unit(statistic)}", f"uniform: {statistic.uniform}"]
     if statistic.example is not None and statistic.per == "head":
         facts.append(f"n = 64: {statistic.example:.4g}")
-    needs = {"needs_values": "needs values", "needs_logits": "needs logits"}
+    needs = {"needs_values": "needs values", "needs_logits": "needs logits", "needs_leaving": "needs states that leave"}
     facts += [text for name, text in needs.items() if getattr(statistic, name, False)]
     facts += [f"`{name}={getattr(statistic, name)!r}`" for name in statistic.parameters]
     lines = [

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from numbers import Real
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, Visibility
-from lightning_attn.functional.dense import described
+from lightning_attn.functional.dense import described, is_dense, refuse_negative
+from lightning_attn.functional.numbers import is_number
 
+#: What the weights of a row may sum to, at most, before that is doubted: dropout of a half makes it about 2.
+_LARGEST_SUM: Final = 4.0
 #: What weights on hidden keys may sum to, at most: half precision leaves nothing there, and a wrong mask much.
 _ROUNDING: Final = 1e-3
 
@@ -69,7 +71,17 @@ def attention_call(
         tensor([0.3333, 0.3333, 0.3333, 0.0000, 0.0000])
     """
     if isinstance(weights, AttentionCall):
-        _refuse_beside_call(mask=mask, query=query, key=key, value=value, scale=scale, sink_logits=sink_logits)
+        _refuse_beside_call(
+            mask=mask,
+            query=query,
+            key=key,
+            value=value,
+            is_causal=is_causal or None,
+            scale=scale,
+            soft_cap=soft_cap,
+            sink_logits=sink_logits,
+            self_attention=self_attention,
+        )
         return weights
     if weights is None:
         call = _of_query_and_key(query, key, scale, soft_cap, sink_logits)
@@ -77,8 +89,12 @@ def attention_call(
         _refuse_beside_weights(query=query, key=key, scale=scale, soft_cap=soft_cap, sink_logits=sink_logits)
         call = _of_weights(weights)
     shape = (call.sequences, call.heads, call.queries, call.keys)
+    if call.heads == 0:
+        raise ValueError(f"There must be a head, H > 0 of (B, H, N, M), got {shape}.")
     if not isinstance(is_causal, bool):
-        raise ValueError(f"`is_causal` must be True or False, got {is_causal!r}.")
+        raise ValueError(f"`is_causal` must be True or False, got {described(is_causal)}.")
+    if self_attention is not None and not isinstance(self_attention, bool):
+        raise ValueError(f"`self_attention` must be True, False or None, got {described(self_attention)}.")
     if self_attention and call.queries != call.keys:
         raise ValueError(f"`self_attention` must be False of {call.queries} queries and {call.keys} keys, got True.")
     visibility = _visibility(mask, is_causal, shape, allows_bias=weights is None)
@@ -97,6 +113,8 @@ def attention_call(
     )
     if validate_args and call.weight_matrix is not None:
         _check_weights(call.weight_matrix, call)
+    if validate_args and visibility.bias is not None:
+        _check_bias(visibility.bias)
     return call
 
 
@@ -143,10 +161,10 @@ def _of_query_and_key(
         raise ValueError(f"`query` must have a head, got shape {tuple(query.shape)}.")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"`key` must have a number of heads that divides the {heads} of `query`, got {key_heads}.")
-    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
-        raise ValueError(f"`scale` must be a finite number or None, got {scale!r}.")
-    if soft_cap is not None and not (_is_number(soft_cap) and soft_cap > 0):
-        raise ValueError(f"`soft_cap` must be positive or None, got {soft_cap!r}.")
+    if scale is not None and not (is_number(scale) and math.isfinite(scale)):
+        raise ValueError(f"`scale` must be a finite number or None, got {described(scale)}.")
+    if soft_cap is not None and not (is_number(soft_cap) and soft_cap > 0):
+        raise ValueError(f"`soft_cap` must be positive or None, got {described(soft_cap)}.")
     if sink_logits is not None and (not isinstance(sink_logits, Tensor) or sink_logits.shape != (heads,)):
         raise ValueError(f"`sink_logits` must be a tensor of shape ({heads},), got {described(sink_logits)}.")
     default = 1 / math.sqrt(width) if width else 1.0
@@ -195,8 +213,14 @@ def _check_weights(weights_BHNM: Tensor, call: AttentionCall) -> None:
     """Look for what can be no attention weights, and for a mask that does not belong to them."""
     if weights_BHNM.numel() == 0:
         return
-    if bool((weights_BHNM < 0).any()):
-        raise ValueError(f"`weights` must not be negative, got {weights_BHNM.min().item():.4g}: are these logits?")
+    refuse_negative("weights", weights_BHNM)
+    largest_sum = weights_BHNM.sum(-1, dtype=torch.float32).max().item()
+    if largest_sum > _LARGEST_SUM:
+        warnings.warn(
+            f"A row of `weights` sums to {largest_sum:.4g}. They are taken as they are: divide them by their sums if "
+            "they are no attention weights yet.",
+            stacklevel=4,
+        )
     rows = call.visibility.rows(0, call.queries, call.keys, weights_BHNM.device)
     if rows is not None:
         first, visible = rows
@@ -214,14 +238,21 @@ def _check_weights(weights_BHNM: Tensor, call: AttentionCall) -> None:
         )
 
 
+def _check_bias(bias: Tensor) -> None:
+    """Look for the 1 and 0 of a mask, which would be added to the logits and hide nothing."""
+    is_one = bias == 1
+    if bool((is_one | (bias == 0)).all()) and bool(is_one.any()):
+        warnings.warn(
+            "`mask` is of a floating type and holds zeros and ones alone, which are added to the logits and hide "
+            "nothing. If one means visible, give `mask.bool()`.",
+            stacklevel=4,
+        )
+
+
 def _floating(name: str, tensor: object, shape: str) -> Tensor:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         raise ValueError(f"`{name}` must be a floating tensor of shape {shape}, got {described(tensor)}.")
     return tensor.detach()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (Real, Tensor))
 
 
 def _refuse_beside_weights(**others: object) -> None:

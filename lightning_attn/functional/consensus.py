@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import checked, visible_keys
+from lightning_attn.functional.dense import checked, refuse_negative, visible_keys
 from lightning_attn.statistics.algebra.markov_chain import stationary_of
 
 
@@ -42,6 +42,7 @@ def stationary_distribution(weights: Tensor, mask: Tensor | None = None) -> Tens
         tensor([0.7500, 0.2500])
     """
     weights = checked("weights", weights, "(…, N, N)")
+    refuse_negative("weights", weights)
     weights = torch.where(visible_keys(weights, mask), weights, 0.0)
     if weights.numel() == 0:
         return weights.new_full(weights.shape[:-1], torch.nan)

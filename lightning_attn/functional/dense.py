@@ -5,12 +5,16 @@ Shape suffixes: N queries, M keys; "…" stands for sequences, heads, or anythin
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
+
+#: So much of what is no tensor is written into a message.
+_LONGEST: Final = 80
 
 
 def checked(name: str, tensor: Tensor, shape: str = "(…, N, M)", *, may_be_empty: bool = True) -> Tensor:
@@ -41,8 +45,25 @@ def check_floating(name: str, tensor: object, shape: str) -> None:
     Raises:
         ValueError: if it is none.
     """
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not _has_shape(tensor, shape):
+    if (
+        not isinstance(tensor, Tensor)
+        or not tensor.is_floating_point()
+        or not is_dense(tensor)
+        or not _has_shape(tensor, shape)
+    ):
         raise ValueError(f"`{name}` must be floating-point, of shape {shape}, got {described(tensor)}.")
+
+
+def refuse_negative(name: str, weights: Tensor) -> None:
+    """Refuse weights that can be none, as logits are that somebody forgot to normalise.
+
+    Raises:
+        ValueError: if any is below zero.
+    """
+    if bool((weights < 0).any()):
+        raise ValueError(
+            f"`{name}` must not be negative, got {weights[weights < 0].min().item():.4g}: are these logits?"
+        )
 
 
 def working_type(tensor: Tensor) -> torch.dtype:
@@ -117,8 +138,20 @@ def check_visibility(name: str, visible: Tensor | tuple[int, int]) -> None:
 
 
 def described(value: object) -> str:
-    """What was given, for a message."""
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
+    """What was given, in a few words for a message: a list or an array may have thousands of numbers."""
+    if isinstance(value, Tensor):
+        layout = "" if is_dense(value) else " nested" if value.is_nested else f" {value.layout}"
+        shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+        return f"{value.dtype}{layout}{shape}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{type(value).__name__} of {value.dtype} of shape {value.shape}"
+    words = reprlib.repr(value)
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}…"
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has all its elements side by side: it is neither sparse nor nested."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _has_shape(tensor: Tensor, shape: str) -> bool:

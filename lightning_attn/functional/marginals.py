@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import check_visibility, checked, present_rows, visible_keys
+from lightning_attn.functional.dense import check_visibility, checked, present_rows, refuse_negative, visible_keys
 
 
 def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -34,6 +34,7 @@ def key_marginal(weights: Tensor, mask: Tensor | None = None) -> Tensor:
         tensor([0.7500, 0.2500])
     """
     weights_BNM = checked("weights", weights)
+    refuse_negative("weights", weights_BNM)
     visible_BNM = visible_keys(weights_BNM, mask)
     queries, keys = weights_BNM.shape[-2:]
     present_BN = present_rows(weights_BNM, visible_BNM, is_self_attention=queries == keys)

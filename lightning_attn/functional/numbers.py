@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,13 @@ def as_floating(number: Tensor | float) -> Tensor:
     if number.dtype in (torch.float32, torch.float64):
         return number
     return number.float() if number.is_floating_point() else number.double()
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one number, as Python's or as a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def refuse(name: str, number: Tensor, is_refused: Tensor, allowed: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import checked, present_rows, visible_keys, working_type
+from lightning_attn.functional.dense import checked, present_rows, refuse_negative, visible_keys, working_type
 from lightning_attn.statistics.statistic import wide
 
 #: Patterns that differ by less than this part of a uniform row do not differ: the rest is rounding.
@@ -85,7 +85,9 @@ def _permutation_response_update(
 ) -> tuple[Tensor, Tensor]:
     """The two sums of `permutation_response`, (H,): they add up over batches."""
     before_BHNN = checked("weights", weights, "(B, H, N, N)")
+    refuse_negative("weights", before_BHNN)
     after_BHNN = checked("weights_of_permuted", weights_of_permuted, "(B, H, N, N)")
+    refuse_negative("weights_of_permuted", after_BHNN)
     if after_BHNN.shape != before_BHNN.shape:
         raise ValueError(
             f"`weights_of_permuted` must have the shape of `weights`, {tuple(before_BHNN.shape)}, "

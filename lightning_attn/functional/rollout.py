@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture import AttentionCall
-from lightning_attn.functional.dense import check_floating, present_rows, visible_keys, working_type
+from lightning_attn.functional.dense import (
+    check_floating,
+    described,
+    present_rows,
+    refuse_negative,
+    visible_keys,
+    working_type,
+)
 from lightning_attn.statistics.rows.row_pass import passes
 from lightning_attn.statistics.statistic import wide
 
@@ -226,8 +233,8 @@ def _visible(weights_BHNN: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _check(layers: Sequence[Tensor | AttentionCall], takes_calls: bool) -> None:
-    if isinstance(layers, (Tensor, AttentionCall)) or not len(layers):
-        raise ValueError(f"`layers` must be a sequence of at least one layer, got {layers!r:.100}.")
+    if not isinstance(layers, Sequence) or not layers:
+        raise ValueError(f"`layers` must be a sequence of at least one layer, got {described(layers)}.")
     sizes = []
     for number, layer in enumerate(layers):
         if isinstance(layer, AttentionCall):
@@ -240,6 +247,7 @@ def _check(layers: Sequence[Tensor | AttentionCall], takes_calls: bool) -> None:
             sizes.append((layer.sequences, layer.queries))
         else:
             check_floating(f"layers[{number}]", layer, "(B, H, N, N) or (B, N, N)")
+            refuse_negative(f"layers[{number}]", layer)
             sizes.append((layer.shape[0], layer.shape[-1]))
         if sizes[-1] != sizes[0]:
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import check_visibility, checked, present_rows, visible_keys
+from lightning_attn.functional.dense import check_visibility, checked, present_rows, refuse_negative, visible_keys
 
 
 def sink_importance(
@@ -47,6 +47,7 @@ def sink_importance(
         tensor([0.6000, 0.2000, 0.1000,    nan])
     """
     weights = checked("weights", weights)
+    refuse_negative("weights", weights)
     queries, keys = weights.shape[-2:]
     visible = visible_keys(weights, mask, is_causal=is_causal)
     counted = visible & present_rows(weights, visible, is_self_attention=queries == keys)[..., None]

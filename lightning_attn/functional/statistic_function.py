@@ -42,8 +42,8 @@ def attention_statistics(
     Args:
         weights: see `attention_call`, whose other arguments are taken too.
         mask: see `attention_call`.
-        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one. Those
-            of hidden states are left out.
+        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one, in
+            both cases without those of hidden states.
         over_heads: what becomes of the heads: ``"none"`` gives a value for each.
         attention: see `attention_call`.
 
@@ -52,7 +52,7 @@ def attention_statistics(
         needs values or logits that were not given.
 
     Raises:
-        ValueError: if a name is unknown, or as `attention_call` does.
+        ValueError: if a name is unknown or that of a statistic of hidden states, or as `attention_call` does.
 
     Example:
         >>> from torch import ones
@@ -61,8 +61,24 @@ def attention_statistics(
         {'entropy': tensor([1., 1.]), 'sink_strength': tensor([0.4167, 0.4167])}
     """
     check_over_heads(over_heads)
-    of_rows = [statistic for statistic in resolve(statistics) if issubclass(statistic, RowStatistic)]
-    return _statistics_compute(_statistics_update(of_rows, attention_call(weights, mask, **attention)), over_heads)
+    chosen = statistics_of_heads(statistics)
+    return _statistics_compute(_statistics_update(chosen, attention_call(weights, mask, **attention)), over_heads)
+
+
+def statistics_of_heads(names: str | Sequence[str] | None) -> list[type[Statistic]]:
+    """The statistics of these names, of which all must be of heads; of all or the default ones, those that are.
+
+    Raises:
+        ValueError: if a name is unknown, or one of a statistic of hidden states.
+    """
+    found = resolve(names)
+    others = [statistic.name for statistic in found if not issubclass(statistic, RowStatistic)]
+    if others and names is not None and names != "all":
+        raise ValueError(
+            f"`statistics` must name statistics of heads, got {others}, of hidden states, each of which has a function "
+            "and a metric of its own."
+        )
+    return [statistic for statistic in found if statistic.name not in others]
 
 
 def function_of(statistic: type[Statistic]) -> Callable[..., Tensor]:
@@ -76,7 +92,10 @@ def _made_of(statistic: type[Statistic]) -> Callable[..., Tensor]:
     signature = _signature(statistic)
 
     def function(*args: Any, **kwargs: Any) -> Tensor:
-        arguments = signature.bind(*args, **kwargs).arguments
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
         over_heads = check_over_heads(arguments.pop("over_heads", "none"))
         parameters = {name: arguments.pop(name) for name in statistic.parameters if name in arguments}
         chosen = with_parameters(statistic, tuple(parameters.items()))

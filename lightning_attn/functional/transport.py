@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_attn.functional.dense import checked, visible_keys
+from lightning_attn.functional.dense import checked, described, visible_keys
+from lightning_attn.functional.numbers import is_number
 from lightning_attn.statistics.algebra.sinkhorn_potentials import LOG_ZERO
 
 
@@ -105,6 +106,6 @@ def free_energy(scores: Tensor, epsilon: float = 1.0, mask: Tensor | None = None
 def checked_scores(scores: Tensor, epsilon: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scores in their working precision, and where a key is visible."""
     scores_BNM = checked("scores", scores, may_be_empty=False)
-    if not 0 < epsilon < float("inf"):
-        raise ValueError(f"`epsilon` must be finite and above zero, got {epsilon}.")
+    if not is_number(epsilon) or not 0 < epsilon < float("inf"):
+        raise ValueError(f"`epsilon` must be finite and above zero, got {described(epsilon)}.")
     return scores_BNM, visible_keys(scores_BNM, mask) & ~scores_BNM.isneginf()

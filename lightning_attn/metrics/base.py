@@ -30,6 +30,29 @@ class StreamedMetric(Metric):
             known: Tensor = getattr(self, name)
             setattr(self, name, known + sum_of_batch.to(known))
 
+    def set_dtype(self, dst_type: str | torch.dtype) -> Metric:
+        """Hold sums in another type: double or single precision, for those of half precision overflow.
+
+        Args:
+            dst_type: ``torch.float64`` or ``torch.float32``.
+
+        Raises:
+            ValueError: if it is another one.
+        """
+        if dst_type not in (torch.float64, torch.float32):
+            raise ValueError(f"`dst_type` must be torch.float64 or torch.float32, got {dst_type!r}.")
+        return super().set_dtype(dst_type)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name, default in self._defaults.items():
+            saved = state_dict.get(prefix + name)
+            if isinstance(default, Tensor) and isinstance(saved, Tensor) and saved.shape != default.shape:
+                raise ValueError(
+                    f"State {prefix + name!r} was saved with shape {tuple(saved.shape)}, and this metric has "
+                    f"{tuple(default.shape)}: make it with the same number of heads or layers."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
         if fn(torch.zeros(())).device.type in _SINGLE:
             self.set_dtype(torch.float32)

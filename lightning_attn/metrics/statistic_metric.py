@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,13 +19,17 @@ from lightning_attn.functional.statistic_function import (
     _statistics_compute,
     _statistics_update,
     check_over_heads,
+    statistics_of_heads,
     with_parameters,
 )
 from lightning_attn.metrics.base import StreamedMetric, checked_count
 from lightning_attn.statistics.description import metric_docstring, metric_name
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.registry import resolve
-from lightning_attn.statistics.statistic import RowStatistic, Statistic
+from lightning_attn.statistics.statistic import Statistic
+
+#: Names of states become keys of checkpoints.
+_LONGEST_NAME = 80
 
 _METRICS: dict[type[Statistic], type[Metric]] = {}
 
@@ -53,6 +58,9 @@ class _StatisticMetric(StreamedMetric):
     @property
     def _statistics(self) -> tuple[type[Statistic], ...]:
         raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_heads={self.num_heads}, over_heads={self.over_heads!r})"
 
     def _sums(self) -> Sums:
         nothing = Sums.nothing(self._statistics, self.num_heads, self.device)
@@ -120,13 +128,14 @@ class AttentionStatistics(_AttentionMetric):
 
     Args:
         num_heads: how many heads the attention has, H.
-        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one. Those
-            of hidden states are left out.
+        statistics: their names; ``None`` for those that a monitor computes by default, ``"all"`` for every one, in
+            both cases without those of hidden states.
         over_heads: ``"none"`` for a value of each head; ``"mean"``, ``"min"`` or ``"max"`` for one of all.
         kwargs: see `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if a name is unknown, or an argument of another shape, type or value than these.
+        ValueError: if a name is unknown or that of a statistic of hidden states, or an argument of another shape, type
+            or value than these.
 
     Example:
         >>> from torch import ones
@@ -144,9 +153,7 @@ class AttentionStatistics(_AttentionMetric):
         over_heads: OverHeads = "none",
         **kwargs: Any,
     ) -> None:
-        chosen = [statistic for statistic in resolve(statistics) if issubclass(statistic, RowStatistic)]
-        if not chosen:
-            raise ValueError(f"`statistics` must name statistics of heads, got {statistics!r}, of hidden states.")
+        chosen = statistics_of_heads(statistics)
         self.names = tuple(statistic.name for statistic in chosen)
         super().__init__(chosen, num_heads, over_heads, **kwargs)
 
@@ -187,6 +194,12 @@ class _OneStatistic(_StatisticMetric):
     @property
     def _statistics(self) -> tuple[type[Statistic], ...]:
         return (with_parameters(self.statistic, self.parameters_of_statistic),)
+
+    def __repr__(self) -> str:
+        statistic = self._statistics[0]
+        heads = [] if statistic.per == "site" else [f"num_heads={self.num_heads}, over_heads={self.over_heads!r}"]
+        parameters = [f"{name}={getattr(statistic, name)!r}" for name in statistic.parameters]
+        return f"{type(self).__name__}({', '.join(heads + parameters)})"
 
     def compute(self) -> Tensor:
         """The value of each head, or of all; NaN where it is absent."""
@@ -234,9 +247,10 @@ def _made_of(statistic: type[Statistic]) -> type[Metric]:
 
 
 def _state_name(statistics: Sequence[type[Statistic]]) -> str:
-    """What is computed, with its parameters, as the name of an attribute."""
+    """What is computed, with its parameters, as the name of an attribute; of many statistics a short one."""
     parts = [
         "_".join([statistic.name, *(f"{name}_{getattr(statistic, name)}" for name in statistic.parameters)])
         for statistic in statistics
     ]
-    return re.sub(r"\W", "_", "_and_".join(parts))
+    name = re.sub(r"\W", "_", "_and_".join(parts))
+    return name if len(name) <= _LONGEST_NAME else f"{len(parts)}_statistics_{crc32(name.encode()):08x}"

@@ -64,7 +64,8 @@ class DobrushinBound(RowStatistic):
     r"""Mean over sequences of :math:`\max_i \sum_j A_{ij} - \sum_j \min_i A_{ij}`.
 
     It is never below `Dobrushin`, but for rounding. Where rows sum to one it is :math:`1 - \sum_j \min_i A_{ij}`: what
-    all rows have in common is averaged away. Exact at any length, in one walk. Absent where fewer than two rows are present.
+    all rows have in common is averaged away. Exact at any length, in one walk. Absent where fewer than two rows are
+    present.
     """
 
     name = "dobrushin_bound"

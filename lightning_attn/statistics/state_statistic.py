@@ -27,7 +27,7 @@ class StateStatistic(Statistic, ABC):
     """
 
     per = "site"
-    #: Whether nothing can be said without the states that leave the module.
+    #: Whether nothing is told by the states that enter alone.
     needs_leaving: ClassVar[bool] = False
 
     @classmethod

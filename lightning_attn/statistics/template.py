@@ -15,8 +15,9 @@ from lightning_attn.statistics.rows.row_block import RowBlock
 from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, wide
 
-#: A row that deviates from uniform weights by less than this part of them is uniform: the rest is rounding.
-_ROUNDING = 1e-6
+#: A row that deviates from uniform weights by less than this part of them is uniform: the rest is rounding, which errs
+#: in all sequences alike and so looks like a pattern of positions.
+_ROUNDING = 3e-6
 
 
 class _Explained:
@@ -34,7 +35,9 @@ class _Explained:
     def result(self) -> Ratio:
         """The two sums, which belong to all sequences together, in equal parts."""
         common_H, total_H = self._sums_2H
-        parts_2H = torch.stack([torch.where(total_H > 0, common_H, 0.0), total_H]) / self._sequences
+        # No more is in common than there is; what rounding leaves of rows that are uniform is in the one sum alone.
+        common_H = torch.where(total_H > 0, torch.minimum(common_H, total_H), 0.0)
+        parts_2H = torch.stack([common_H, total_H]) / self._sequences
         return Ratio(*parts_2H[:, None].expand(-1, self._sequences, -1))
 
 
@@ -81,6 +84,7 @@ class PositionalShare(RowStatistic):
         number_HR = (uniform_BHR > 0).sum(0)
         total_HR = _squares(deviation_BHRM, uniform_BHR).sum(0)
         of_sum_HR = torch.linalg.vector_norm(deviation_BHRM.sum(0), dim=-1).square()
+        of_sum_HR = torch.minimum(of_sum_HR, number_HR * total_HR)  # as it is, but for rows of which nothing counts
         common_HR = (of_sum_HR - total_HR) / (number_HR - 1).clamp(min=1)
         both_2HR = torch.where(number_HR >= 2, torch.stack([common_HR, total_HR]), 0.0)
         self._explained.add(*both_2HR.sum(-1, dtype=wide(both_2HR.device)))

@@ -22,6 +22,8 @@ _LONGEST_NAME = 48
 _FONT_SIZE = 13
 _ROW, _WIDE_CELL, _NARROW_CELL = 24, 46, 20
 _MARGIN, _TITLE, _BAR = 12, 34, 16
+#: The bar of the scale is no shorter, so that its two numbers do not overlap.
+_SHORTEST_BAR = 40
 _INK, _FAINT, _PAPER = (20, 20, 20), (225, 225, 225), (255, 255, 255)
 
 
@@ -46,7 +48,7 @@ def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
     left = 2 * _MARGIN + int(max(font.getlength(name) for name in names))
     right, bottom = left + heads * cell, _TITLE + sites * _ROW
     scale = [f"{high:.3g}", f"{low:.3g}"]
-    bar = right + 2 * _MARGIN
+    bar, bar_end = right + 2 * _MARGIN, max(bottom, _TITLE + _SHORTEST_BAR)
     width = bar + _BAR + 2 * _MARGIN + int(font.getlength("-0.00e-00"))  # the same at every step
     title = _title(snapshot, statistic)
     width = max(width, left + int(font.getlength(title)) + _MARGIN)
@@ -69,8 +71,8 @@ def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
                 centre = (left + head * cell + cell // 2, _TITLE + row * _ROW + _ROW // 2)
                 draw.text(centre, _short(value), ink, font, anchor="mm")
     gradient = _colours(np.linspace(high, low, 64)[:, None], low, high)
-    picture.paste(Image.fromarray(gradient).resize((_BAR, bottom - _TITLE)), (bar, _TITLE))
-    for text, y, anchor in zip(scale, (_TITLE, bottom), ("la", "ld"), strict=True):
+    picture.paste(Image.fromarray(gradient).resize((_BAR, bar_end - _TITLE)), (bar, _TITLE))
+    for text, y, anchor in zip(scale, (_TITLE, bar_end), ("la", "ld"), strict=True):
         draw.text((bar + _BAR + _MARGIN // 2, y), text, _INK, font, anchor=anchor)
     return np.asarray(picture)
 

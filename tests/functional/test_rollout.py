@@ -247,6 +247,7 @@ def test_without_tokens_there_is_no_value() -> None:
     ("layers", "message"),
     [
         ([], "at least one layer"),
+        (None, "at least one layer, got None"),
         (torch.zeros(1, 3, 3), "must be a sequence"),
         ([torch.zeros(2, 3, 4)], r"`layers\[0\]` must be .* \(B, H, N, N\) or \(B, N, N\), got .* \(2, 3, 4\)"),
         ([torch.zeros(3, 3)], r"`layers\[0\]` must be"),

@@ -212,6 +212,15 @@ def test_no_tokens_have_no_value_and_no_error(shape: tuple[int, ...]) -> None:
     assert {tuple(values_H.shape) for values_H in found.values()} == {(heads,)}
 
 
+def test_rows_that_sum_to_much_are_doubted_aloud() -> None:
+    weights = torch.randn(1, 1, 6, 6).softmax(-1)
+    with pytest.warns(UserWarning, match="A row of `weights` sums to 100"):
+        attention_entropy(100 * weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention_entropy(2 * weights)  # as after dropout
+
+
 def causal_weights() -> Tensor:
     return torch.randn(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf).softmax(-1)
 
@@ -233,6 +242,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "integers": ({"weights": WEIGHTS.long()}, r"`weights` must be a floating tensor .*got torch.int64 of shape"),
     "a list": ({"weights": [[1.0]]}, r"`weights` must be a floating tensor .*got \[\[1.0\]\]"),
     "three dimensions": ({"weights": WEIGHTS[0]}, r"`weights\[:, None\]`"),
+    "a long list": ({"weights": WEIGHTS.tolist()}, r"got \[\[\[\[.{76}…\.$"),
+    "an array": ({"weights": WEIGHTS.numpy()}, r"got ndarray of float32 of shape \(2, 4, 6, 6\)\.$"),
+    "sparse": ({"weights": WEIGHTS.to_sparse()}, r"got torch.float32 torch.sparse_coo of shape"),
+    "nested": ({"weights": torch.nested.nested_tensor([WEIGHTS[0], WEIGHTS[1]])}, r"got torch.float32 nested\.$"),
+    "no head": ({"weights": WEIGHTS[:, :0]}, r"`weights` must have a head, got shape \(2, 0, 6, 6\)"),
     "negative": ({"weights": -WEIGHTS}, "must not be negative, got -.*are these logits"),
     "mask of numbers": ({"weights": WEIGHTS, "mask": torch.zeros(6, 6)}, "`mask` must be a boolean tensor"),
     "mask of another shape": ({"weights": WEIGHTS, "mask": torch.ones(5, 6).bool()}, r"\(2, 4, 6, 6\), got shape \(5"),
@@ -245,19 +259,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "`scale` must be a finite number or None, got 'a'",
     ),
     "soft cap of letters": ({"query": QUERY, "key": QUERY, "soft_cap": "a"}, "`soft_cap` must be positive or None"),
-    "no head": ({"weights": WEIGHTS[:, :0]}, r"`weights` must have a head, got shape \(2, 0, 6, 6\)"),
     "no head of queries": ({"query": QUERY[:, :0], "key": QUERY[:, :1]}, "`query` must have a head"),
-    "an array": ({"weights": WEIGHTS.numpy()}, r"`weights` must be a floating tensor [^\0]{0,150}$"),
+    "scale in words": (
+        {"query": QUERY, "key": QUERY, "scale": "1"},
+        "`scale` must be a finite number or None, got '1'",
+    ),
+    "soft cap in words": (
+        {"query": QUERY, "key": QUERY, "soft_cap": "1"},
+        "`soft_cap` must be positive or None, got '1'",
+    ),
     "soft cap": ({"query": QUERY, "key": QUERY, "soft_cap": 0.0}, "`soft_cap` must be positive"),
     "sink logits": ({"query": QUERY, "key": QUERY, "sink_logits": torch.zeros(3)}, r"shape \(4,\), got .*\(3,\)"),
     "value": ({"weights": WEIGHTS, "value": QUERY[:, :, :5]}, r"`value` must be of shape .* M = 6"),
     "causal": ({"weights": WEIGHTS, "is_causal": 1}, "`is_causal` must be True or False, got 1"),
+    "self-attention in words": (
+        {"weights": WEIGHTS, "self_attention": "no"},
+        "`self_attention` must be True.*got 'no'",
+    ),
     "not the same tokens": (
         {"query": QUERY, "key": QUERY[:, :, :5], "self_attention": True},
         "`self_attention` must be False of 6 queries and 5 keys",
     ),
     "over heads": ({"weights": WEIGHTS, "over_heads": "sum"}, r"`over_heads` must be one of \['none'.*got 'sum'"),
     "beside a call": ({"weights": attention_call(WEIGHTS), "mask": WEIGHTS > 0}, "`mask` must not be given beside"),
+    "order beside a call": ({"weights": attention_call(WEIGHTS), "is_causal": True}, "`is_causal` must not be given"),
 }
 
 
@@ -278,8 +303,39 @@ def test_what_weights_do_not_tell_is_refused() -> None:
         SimilarityContraction().update(STATES)
 
 
+def test_a_mask_of_ones_and_zeros_that_is_added_is_doubted_aloud() -> None:
+    tokens = torch.ones(2, 1, 1, 6)
+    tokens[1, ..., 4:] = 0
+    with pytest.warns(UserWarning, match=r"zeros and ones alone.*give `mask.bool\(\)`"):
+        attention_entropy(query=QUERY, key=QUERY, mask=tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mask in (torch.zeros(6, 6), (1 - tokens) * -1e4, tokens.bool()):
+            attention_entropy(query=QUERY, key=QUERY, mask=mask)
+
+
+def test_statistics_of_heads_are_not_those_of_hidden_states() -> None:
+    for names in ("token_similarity", ["entropy", "token_similarity"]):
+        with pytest.raises(ValueError, match=r"`statistics` must name statistics of heads, got \['token_similarity'\]"):
+            functional.attention_statistics(WEIGHTS, statistics=names)
+    assert "token_similarity" not in functional.attention_statistics(WEIGHTS, statistics="all")
+
+
+def test_a_parameter_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="`threshold` must be finite, got nan"):
+        functional.attention_sink_rate(WEIGHTS, threshold=math.nan)
+
+
+@pytest.mark.parametrize("function", [functional.sink_importance, functional.key_marginal])
+def test_logits_are_no_weights(function: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"`weights` must not be negative, got -.*are these logits"):
+        function(WEIGHTS.log())
+    with pytest.raises(ValueError, match="`weights` must not be negative"):
+        functional.stationary_distribution(WEIGHTS.log())
+
+
 def test_an_argument_that_no_function_has_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'masc'"):
+    with pytest.raises(TypeError, match=r"^attention_entropy\(\) got an unexpected keyword argument 'masc'"):
         attention_entropy(WEIGHTS, masc=None)
 
 
@@ -297,6 +353,11 @@ REFUSED_STATES: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_states_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         functional.token_similarity(**arguments)
+
+
+def test_what_leaves_is_needed_where_it_is_compared() -> None:
+    with pytest.raises(ValueError, match="'similarity_contraction' needs `leaving`, got None"):
+        functional.similarity_contraction(STATES)
 
 
 def test_padding_is_in_no_statistic_of_states() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,9 @@ def test_bad_input_is_named(function: object) -> None:
         function(scores, -2)
     with pytest.raises(ValueError, match=r"`mask` must be boolean .* got torch.int64"):
         function(scores, 1.0, torch.ones(3, 3).long())
+
+
+@pytest.mark.parametrize("epsilon", ["1", None, True])
+def test_a_weight_of_entropy_that_is_no_number_is_refused(epsilon: Any) -> None:
+    with pytest.raises(ValueError, match=f"`epsilon` must be finite and above zero, got {epsilon!r}"):
+        transport_plan(torch.zeros(2, 2), epsilon)

@@ -263,6 +263,31 @@ def test_the_state_can_be_saved_and_loaded() -> None:
     close(loaded.compute(), metric.compute())
 
 
+def test_a_state_of_another_number_of_heads_is_refused() -> None:
+    metric, other = AttentionMaxLogit(HEADS), AttentionMaxLogit(HEADS + 1)
+    metric.persistent(True)
+    with pytest.raises(ValueError, match=r"'maxima_of_max_logit' was saved with shape \(1, 3\), and this metric has"):
+        other.load_state_dict(metric.state_dict())
+
+
+def test_sums_are_not_held_in_half_precision() -> None:
+    with pytest.raises(ValueError, match=r"`dst_type` must be torch.float64 or torch.float32, got torch.float16"):
+        AttentionEntropy(HEADS).set_dtype(torch.float16)
+    assert AttentionEntropy(HEADS).half().sums_of_entropy.dtype == torch.float64
+
+
+def test_it_shows_what_it_was_made_with() -> None:
+    assert repr(AttentionEntropy(HEADS)) == "AttentionEntropy(num_heads=3, over_heads='none')"
+    rate = AttentionSinkRate(2, over_heads="max", threshold=0.1)
+    assert repr(rate) == "AttentionSinkRate(num_heads=2, over_heads='max', threshold=0.1)"
+    assert repr(metrics.TokenSimilarity()) == "TokenSimilarity()"
+
+
+def test_names_of_states_are_short_enough_for_checkpoints() -> None:
+    names = [*AttentionStatistics(2, "all").metric_state, *AttentionStatistics(2).metric_state]
+    assert max(map(len, names)) < 100 and len({*names}) == 4
+
+
 @pytest.mark.parametrize("heads", [0, -1, 2.0, True])
 def test_a_number_of_heads_that_is_none_is_refused(heads: Any) -> None:
     with pytest.raises(ValueError, match="`num_heads` must be a positive integer, got"):
@@ -284,6 +309,8 @@ def test_unknown_names_and_arguments_are_refused() -> None:
         AttentionStatistics(2, statistics="entropi")
     with pytest.raises(ValueError, match="must name statistics of heads"):
         AttentionStatistics(2, statistics="token_similarity")
+    with pytest.raises(ValueError, match=r"must name statistics of heads, got \['token_similarity'\]"):
+        AttentionStatistics(2, statistics=["entropy", "token_similarity"])
     with pytest.raises(ValueError, match="Unexpected keyword arguments: `threshhold`"):
         AttentionSinkRate(2, threshhold=0.1)
     with pytest.raises(ValueError, match="`threshold` must be of type float, got 'high'"):

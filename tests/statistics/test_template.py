@@ -123,3 +123,19 @@ def test_sums_along_diagonals(shape: tuple[int, int]) -> None:
     memory.matrix(rows, keys).copy_(matrix)
     expected = [matrix.diagonal(k, dim1=-2, dim2=-1).sum(-1) for k in range(-rows + 1, keys)]
     torch.testing.assert_close(memory.sums(rows, keys), torch.stack(expected, dim=-1))
+
+
+@everything_or_causal
+@pytest.mark.parametrize("name", ["positional_share", "positional_share_without_sink", "toeplitz_share"])
+@pytest.mark.parametrize("spread", [1e-7, 3e-7, 1e-6, 3e-6, 1e-5])
+def test_rounding_of_heads_that_are_almost_uniform_is_no_pattern(name: str, spread: float, causal: bool) -> None:
+    query, key = math.sqrt(spread) * torch.randn(2, 3, H, N, 8)
+    call = AttentionCall("site", query, key, None, 8**-0.5, Visibility(0 if causal else None), True)
+    numerator_H, denominator_H = measure(call, resolve(name))[name]
+    assert len(numerator_H) == H
+    assert (numerator_H <= denominator_H).all()
+    assert (numerator_H[denominator_H == 0] == 0).all()
+    if spread < 1e-6:
+        assert (denominator_H == 0).all()
+    if spread > 3e-6:
+        assert abs(numerator_H.sum() / denominator_H.sum()) < 0.05
