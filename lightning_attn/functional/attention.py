@@ -89,8 +89,6 @@ def attention_call(
         _refuse_beside_weights(query=query, key=key, scale=scale, soft_cap=soft_cap, sink_logits=sink_logits)
         call = _of_weights(weights)
     shape = (call.sequences, call.heads, call.queries, call.keys)
-    if call.heads == 0:
-        raise ValueError(f"There must be a head, H > 0 of (B, H, N, M), got {shape}.")
     if not isinstance(is_causal, bool):
         raise ValueError(f"`is_causal` must be True or False, got {described(is_causal)}.")
     if self_attention is not None and not isinstance(self_attention, bool):
