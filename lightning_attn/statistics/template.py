@@ -119,20 +119,32 @@ class PositionalShareWithoutSink(PositionalShare):
 class ToeplitzShare(RowStatistic):
     r"""Share of the pattern that depends on :math:`i - j` alone, without the sink.
 
-    As `PositionalShare`, of the matrix without the first visible key, whose rows are renormalised, and with a template
-    that is constant along diagonals. With the sum :math:`s^b_k` of :math:`D^b` along diagonal :math:`k` and the number
-    :math:`n^b_k` of its visible entries in present rows, it is :math:`\sum_k \sum_{b \ne b'} s^b_k s^{b'}_k /
-    \sqrt{n^b_k n^{b'}_k} / (B - 1)` over :math:`\sum_b \|D^b\|^2`, of the :math:`B \ge 2` sequences that have such an
-    entry. Rows that give all other keys less than 1e-30 beside the first do not count. Of sequences of unlike length
-    it stays below 1: a previous-token head has 0.95 on two of 16 tokens, and 0.47 on 16 and 4. Absent where queries and
-    keys are not the same tokens.
+    Of the matrix without the first visible key, whose rows are renormalised, it compares :math:`D^b = A^b - U^b` with a
+    template that is constant along diagonals. Diagonal :math:`k` of sequence :math:`b` has :math:`n^b_k` visible
+    entries in present rows of at least two other keys; :math:`\bar D^b_k` is their mean and :math:`Q^b_k` their mean
+    square. The share is :math:`\sum_k w_k \sum_{b \ne b'} \bar D^b_k \bar D^{b'}_k / (B_k - 1)` over
+    :math:`\sum_k w_k \sum_b Q^b_k`, of the diagonals that :math:`B_k \ge 2` sequences have, which count by
+    :math:`w_k`, the mean of :math:`n^b_k` over these.
+
+    Sequences of unlike length count alike along a diagonal that they share, by which three things hold at once,
+    whatever lengths and masks: pairs of different sequences give pure content 0 on average; no share exceeds 1, since
+    :math:`(\bar D^b_k)^2 \le Q^b_k`; and it is 1 where :math:`D_{ij}` depends on :math:`i - j` alone. Of sequences with
+    the same mask, the denominator is :math:`\sum_b \|D^b\|^2`.
+
+    Uniform weights :math:`U_{ij} = 1/m_i` are no matter of distance themselves under causality, and depend on the
+    length. So weights that are one have a share somewhat below 1, which it nears in long sequences: a causal
+    previous-token head has 0.95 on two of 16 tokens, 0.99 on two of 256, and 0.85 on 16 and 4. Rows that give all other
+    keys less than 1e-30 beside the first do not count. Absent where queries and keys are not the same tokens.
     """
 
     name = "toeplitz_share"
     lens = "Position"
     range = Range(None, 1)
     uniform = "absent"
-    reading = "1: the pattern is one of distances, as that of a previous-token head; 0: it is not. Needs two sequences."
+    reading = (
+        "1: the pattern is one of distances, as nearly that of a causal previous-token head; 0: it is not. "
+        "Needs two sequences."
+    )
     source = "after Cui et al. 2024, arXiv:2402.03902"
     compares_sequences = True
 
@@ -142,31 +154,37 @@ class ToeplitzShare(RowStatistic):
         self._is_defined = call.is_square and call.sequences > 1
         self._diagonals: Diagonals | None = None
         if self._is_defined:
-            self._sum_BHC = torch.zeros(call.sequences, call.heads, 2 * call.queries, device=call.query.device)
-            self._count_BHC = torch.zeros_like(self._sum_BHC)
-            self._total_BH = torch.zeros_like(self._sum_BHC[..., 0], dtype=wide(call.query.device))
+            size = (call.sequences, call.heads, 2 * call.queries)
+            device, dtype = call.query.device, wide(call.query.device)
+            # Sums of the deviation, of its square, and of the entries that count.
+            self._sum_BHC, self._square_BHC, self._count_BHC = torch.zeros(3, *size, device=device, dtype=dtype)
+            self._uniform_BH = torch.zeros(size[:2], device=device, dtype=dtype)
 
     def add(self, rows: RowBlock) -> None:
-        """Add up the deviation along each diagonal."""
+        """Add up the deviation, and its square, along each diagonal."""
         if not self._is_defined:
             return
         call, number = self.row_pass.call, rows.stop - rows.start
         if self._diagonals is None:
             self._diagonals = Diagonals((call.sequences, call.heads), number, call.keys, call.query.device)
         deviation_BHRM, uniform_BHR = rows.deviation_without_first_key(self._diagonals.matrix(number, rows.keys))
-        self._total_BH += _squares(deviation_BHRM, uniform_BHR).sum(-1, dtype=self._total_BH.dtype)
+        self._uniform_BH += uniform_BHR.sum(-1, dtype=self._uniform_BH.dtype)
         # The last row of the block has its first diagonal where the first row of the matrix would have it.
         diagonals = slice(call.queries - rows.stop, call.queries - rows.stop + number + rows.keys - 1)
         self._sum_BHC[..., diagonals] += self._diagonals.sums(number, rows.keys)
+        deviation_BHRM.square_()
+        self._square_BHC[..., diagonals] += self._diagonals.sums(number, rows.keys)
         self._count_BHC[..., diagonals] += self._counts(rows, uniform_BHR)
 
     def _counts(self, rows: RowBlock, uniform_BHR: Tensor) -> Tensor:
         """How many entries of each diagonal count; broadcasts."""
         visible_BHRM = rows.visible_BHRM * rows.is_other_key_BHM[:, :, None]
+        # A row that sees one other key gives all to it: it has no pattern, and does not speak against one.
+        has_choice_BHR = visible_BHRM.sum(-1) >= 2
+        visible_BHRM = visible_BHRM * has_choice_BHR[..., None]
         counted_BHR = uniform_BHR > 0
-        # Rows that do not count are few, and see nothing else than the first key. Where that is so, one matrix will do
-        # for all heads.
-        if counted_BHR.device.type != "cpu" or not bool((counted_BHR | (visible_BHRM.sum(-1) == 0)).all()):
+        # Others that do not count are few. Without any, one matrix will do for all heads.
+        if counted_BHR.device.type != "cpu" or not bool((counted_BHR | ~has_choice_BHR).all()):
             visible_BHRM = visible_BHRM * counted_BHR[..., None]
         batch, (number, keys) = visible_BHRM.shape[:2], (rows.stop - rows.start, rows.keys)
         diagonals = Diagonals(batch, number, keys, visible_BHRM.device)
@@ -174,14 +192,18 @@ class ToeplitzShare(RowStatistic):
         return diagonals.sums(number, keys)
 
     def result(self) -> Ratio:
-        """The two sums; nothing of one sequence."""
+        """The two sums, of the diagonals that two sequences have."""
         explained = _Explained(self.row_pass)
         if self._is_defined:
-            template_BHC = self._sum_BHC.to(self._total_BH.dtype) / self._count_BHC.clamp(min=1).sqrt()
-            number_H = (self._count_BHC > 0).any(-1).sum(0)
-            common_H = template_BHC.sum(0).square().sum(-1) - template_BHC.square().sum((0, -1))
-            common_H = common_H / (number_H - 1).clamp(min=1)
-            explained.add(*torch.where(number_H >= 2, torch.stack([common_H, self._total_BH.sum(0)]), 0.0))
+            # A sequence without anything but rounding has no pattern, as `_squares` has it for rows.
+            has_pattern_BH = self._square_BHC.sum(-1) > _ROUNDING**2 * self._uniform_BH
+            share_BHC = has_pattern_BH[..., None] / self._count_BHC.clamp(min=1)
+            mean_BHC, square_BHC = self._sum_BHC * share_BHC, self._square_BHC * share_BHC
+            sequences_HC = (self._count_BHC > 0).sum(0)
+            pairs_HC = mean_BHC.sum(0).square() - mean_BHC.square().sum(0)
+            both_2HC = torch.stack([pairs_HC / (sequences_HC - 1).clamp(min=1), square_BHC.sum(0)])
+            weight_HC = torch.where(sequences_HC >= 2, self._count_BHC.sum(0) / sequences_HC.clamp(min=1), 0.0)
+            explained.add(*(both_2HC * weight_HC).sum(-1))
         return explained.result()
 
 

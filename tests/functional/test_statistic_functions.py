@@ -411,15 +411,59 @@ def test_all_functions_are_listed_and_others_are_not_there() -> None:
         _ = functional.attention_entropi  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("length", "share"), [(16, 0.95), (4, 0.47)])
-def test_distances_explain_less_of_sequences_of_unlike_length(length: int, share: float) -> None:
+def of_lengths(logits: Tensor, *lengths: int, is_causal: bool, is_left: bool = False) -> tuple[Tensor, Tensor]:
+    """Weights and mask of sequences of given lengths, of which the first is the longest, with padding on one side."""
+    tokens, length = torch.arange(lengths[0]), torch.tensor(lengths)[:, None, None, None]
+    mask = (tokens >= lengths[0] - length if is_left else tokens < length).expand(-1, -1, lengths[0], -1)
+    mask = mask & torch.ones(lengths[0], lengths[0], dtype=torch.bool).tril() if is_causal else mask
+    return torch.where(mask, logits, -torch.inf).softmax(-1).nan_to_num(), mask
+
+
+on_either_side = pytest.mark.parametrize("is_left", [False, True], ids=["right", "left"])
+
+
+@on_either_side
+@pytest.mark.parametrize(
+    ("lengths", "share"), [((16, 16), 0.953), ((16, 8), 0.932), ((16, 4), 0.853), ((256, 256), 0.989)]
+)
+def test_distances_explain_a_little_less_under_causality(lengths: tuple[int, ...], share: float, is_left: bool) -> None:
+    """The uniform weights that a previous-token head is compared with depend on the row."""
+    tokens = torch.arange(lengths[0])
+    previous = torch.where(tokens[:, None] - tokens == 1, 20.0, 0.0)
+    got = functional.attention_toeplitz_share(*of_lengths(previous, *lengths, is_causal=True, is_left=is_left))
+    assert got.item() == pytest.approx(share, abs=0.0005)
+
+
+@on_either_side
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 8), (16, 4), (16, 12, 9, 4)])
+def test_a_window_is_a_pattern_of_distances_at_any_lengths(lengths: tuple[int, ...], is_left: bool) -> None:
+    """Every row that has a choice sees its own key and the one before, so that uniform weights are one of distances."""
     tokens = torch.arange(16)
-    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril() & (
-        tokens < torch.tensor([16, length])[:, None, None, None]
-    )
-    logits = torch.where(tokens[:, None] - tokens == 1, 20.0, 0.0)
-    weights = torch.where(mask, logits, -torch.inf).softmax(-1)
-    assert functional.attention_toeplitz_share(weights, mask).item() == pytest.approx(share, abs=0.005)
+    distance = tokens[:, None] - tokens
+    logits = torch.tensor([0.0, 1.5, -torch.inf])[distance.clamp(0, 2)]
+    weights, mask = of_lengths(logits, *lengths, is_causal=True, is_left=is_left)
+    mask = mask & (distance < 2)
+    assert functional.attention_toeplitz_share(weights, mask).item() == pytest.approx(1, abs=1e-6)
+    # Half as strong a pattern in the first sequence is still one of distances, but not the same.
+    weights[0] = (weights[0] + mask[0] / mask[0].sum(-1, keepdim=True).clamp(min=1)) / 2
+    share = functional.attention_toeplitz_share(weights, mask).item()
+    others = len(lengths) - 1
+    assert share == pytest.approx((2 * others * 0.5 + others * (others - 1)) / others / (others + 0.25), abs=1e-6)
+
+
+@on_either_side
+def test_distances_that_one_sequence_alone_has_do_not_count(is_left: bool) -> None:
+    """The first five queries see their own key and the one before alike; only the long sequence has queries that look
+    further."""
+    tokens = torch.arange(16)
+    distance = tokens[:, None] - tokens
+    _, mask = of_lengths(torch.zeros(16, 16), 16, 5, is_causal=True, is_left=is_left)
+    first = 16 - torch.tensor([16, 5])[:, None, None, None] if is_left else 0
+    is_near = (tokens[:, None] - first < 9).expand_as(mask)
+    mask = mask & torch.where(is_near, distance < 2, (distance >= 5) & (distance < 8))
+    weights = mask * torch.where(is_near, torch.where(distance == 1, 0.8, 0.2), torch.rand(16, 16))
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    assert functional.attention_toeplitz_share(weights, mask).item() == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

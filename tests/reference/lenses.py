@@ -193,20 +193,30 @@ def shared_by_pairs(sequences: list[Head]) -> float:
     return ratio(common, total)
 
 
+def shared_diagonals(sequences: list[Head]) -> list[list[list[tuple[float, float]]]]:
+    """Of each diagonal that two sequences have, without the first key: its entries in each of these sequences, as what
+    they deviate from uniform weights by, and the uniform weight. Rows without a choice have none."""
+    rest = [head.without_first_key for head in sequences]
+    entries: list[dict[int, list[tuple[float, float]]]] = [{} for _ in rest]
+    for head, of_distance in zip(rest, entries, strict=True):
+        deviation = deviations(head)
+        for i in head.rows_with_a_choice:
+            for j in np.flatnonzero(head.visible[i]):
+                of_distance.setdefault(i - j, []).append((deviation[i, j], head.even[i, j]))
+    distances = sorted({k for of_distance in entries for k in of_distance})
+    diagonals = [[of_distance[k] for of_distance in entries if k in of_distance] for k in distances]
+    return [diagonal for diagonal in diagonals if len(diagonal) >= 2]
+
+
 @of_sequences
 def toeplitz_share(sequences: list[Head]) -> float:
     if not sequences[0].is_square:
         return float("nan")
-    rest = [head.without_first_key for head in sequences]
-    rest = [head for head in rest if head.rows]
-    if len(rest) < 2:
-        return float("nan")
-    n = len(rest[0].visible)
-    common = 0.0
-    for k in range(-n + 1, n):
-        means = []  # along the diagonal, by the root of how many there are
-        for head in rest:
-            count = np.diagonal(head.visible[:], k)[[i - min(0, k) in head.rows for i in range(n - abs(k))]].sum()
-            means.append(np.diagonal(deviations(head), k).sum() / np.sqrt(max(count, 1)))
-        common += sum(a * b for i, a in enumerate(means) for j, b in enumerate(means) if i != j) / (len(rest) - 1)
-    return ratio(common, sum((deviations(head) ** 2).sum() for head in rest))
+    common = total = 0.0
+    for diagonal in shared_diagonals(sequences):
+        weight = np.mean([len(of_sequence) for of_sequence in diagonal])
+        means = [np.mean([deviation for deviation, _ in of_sequence]) for of_sequence in diagonal]
+        pairs = [p * q for i, p in enumerate(means) for j, q in enumerate(means) if i != j]
+        common += weight * sum(pairs) / (len(diagonal) - 1)
+        total += weight * sum(np.mean([deviation**2 for deviation, _ in of_sequence]) for of_sequence in diagonal)
+    return ratio(common, total)

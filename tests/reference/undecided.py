@@ -6,7 +6,7 @@ import numpy as np
 import scipy.linalg
 
 from reference.core import TOLERANCES, Head
-from reference.lenses import deviations, second_eigenvalue
+from reference.lenses import deviations, second_eigenvalue, shared_diagonals
 
 #: What sequences have in common; all but the first are without the first key.
 SHARES = ("positional_share", "positional_share_without_sink", "toeplitz_share")
@@ -14,12 +14,16 @@ SHARES = ("positional_share", "positional_share_without_sink", "toeplitz_share")
 
 def contrast(name: str, sequences: list[Head]) -> float:
     """How much the weights that are compared differ from uniform ones, relative to these."""
+    if name == "toeplitz_share":
+        entries = [np.square(of_sequence).mean(axis=0) for d in shared_diagonals(sequences) for of_sequence in d]
+        squares, uniform = np.sum(entries, axis=0) if entries else (0.0, 0.0)
+        return float(np.sqrt(squares / max(1e-30, uniform)))
     if name != "positional_share":
         sequences = [head.without_first_key for head in sequences]
     squares = uniform = 0.0
     for row in range(len(sequences[0].visible) if sequences else 0):
         present = [head for head in sequences if row in head.rows]
-        if len(present) >= 2 or name == "toeplitz_share":
+        if len(present) >= 2:
             squares += sum((deviations(head)[row] ** 2).sum() for head in present)
             uniform += sum((head.even[row] ** 2).sum() for head in present)
     return float(np.sqrt(squares / max(1e-30, uniform)))

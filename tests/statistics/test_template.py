@@ -36,10 +36,10 @@ def content(sequences: int = B) -> Tensor:
     return torch.randn(sequences, H, N, N)
 
 
-def distance() -> Tensor:
+def distance(sequences: int = B) -> Tensor:
     """Logits that depend on i - j alone."""
     tokens = torch.arange(N)
-    return torch.randn(1, H, 2 * N)[..., tokens[:, None] - tokens + N].expand(B, -1, -1, -1)
+    return torch.randn(1, H, 2 * N)[..., tokens[:, None] - tokens + N].expand(sequences, -1, -1, -1)
 
 
 everything_or_causal = pytest.mark.parametrize("causal", [False, True], ids=["everything", "causal"])
@@ -67,6 +67,37 @@ def test_half_of_each() -> None:
     assert share("positional_share", of_logits(weights.log())) == pytest.approx(0.5, abs=0.02)
     logits = (position() + content()) / math.sqrt(2)
     assert share("positional_share", of_logits(logits)) == pytest.approx(0.4, abs=0.03)
+
+
+@everything_or_causal
+@pytest.mark.parametrize("lengths", [(16, 4), (16, 16, 9, 4, 3)])
+def test_content_alone_has_no_share_whatever_the_lengths(lengths: tuple[int, ...], causal: bool) -> None:
+    mask = torch.arange(N) < torch.tensor(lengths)[:, None, None, None]
+    call = of_logits(content(len(lengths)), causal, mask)
+    assert share("toeplitz_share", call) == pytest.approx(0, abs=0.03)
+
+
+@everything_or_causal
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 4), (16, 9, 4, 3)])
+@pytest.mark.parametrize("strength", [0.1, 1.0, 10.0])
+def test_no_share_exceeds_one(lengths: tuple[int, ...], strength: float, causal: bool) -> None:
+    """Also where the short sequences have the stronger pattern, which is where estimates without bias exceed it."""
+    length = torch.tensor(lengths)[:, None, None, None]
+    call = of_logits(distance(len(lengths)) * strength * 16 / length, causal, torch.arange(N) < length)
+    numerator, denominator = measure(call, resolve("toeplitz_share"))["toeplitz_share"]
+    assert (numerator <= denominator * (1 + 1e-6)).all()
+    assert (denominator > 0).all()
+
+
+@everything_or_causal
+@pytest.mark.parametrize("block_bytes", [1, 30_000, 300_000])
+def test_the_share_of_distance_in_blocks(block_bytes: int, causal: bool) -> None:
+    mask = torch.arange(N) < torch.tensor([16, 12, 5])[:, None, None, None]
+    call = of_logits(distance(3) + content(3), causal, mask)
+    of_name = resolve("toeplitz_share")
+    expected = measure(call, of_name)["toeplitz_share"].or_nan
+    in_blocks = measure(call, of_name, block_bytes=block_bytes)["toeplitz_share"].or_nan
+    torch.testing.assert_close(in_blocks, expected, rtol=1e-5, atol=1e-6)
 
 
 @everything_or_causal
