@@ -56,7 +56,8 @@ class StreamedMetric(Metric):
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
         if fn(torch.zeros(())).device.type in _SINGLE:
             self.set_dtype(torch.float32)
-        moved: torch.nn.Module = super()._apply(fn, exclude_state)
+        # `to(torch.bfloat16)` of a model, as Lightning's bf16-true has it, must not make sums of that type.
+        moved: torch.nn.Module = super()._apply(fn if self._dtype_convert else _keeping_type(fn), exclude_state)
         return moved
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
@@ -70,6 +71,16 @@ class StreamedMetric(Metric):
             The figure and its axis.
         """
         return self._plot(val, ax)
+
+
+def _keeping_type(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What moves tensors as a function does, and does not convert them."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        converted = fn(tensor)
+        return converted if converted.dtype == tensor.dtype else tensor.to(converted.device)
+
+    return moved
 
 
 def checked_count(name: str, count: int) -> int:

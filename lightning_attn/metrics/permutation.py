@@ -50,6 +50,9 @@ class PermutationResponse(StreamedMetric):
         for name in ("numerator_of_permutation_response", "denominator_of_permutation_response"):
             self.add_state(name, torch.zeros(num_heads, dtype=torch.float64), dist_reduce_fx="sum")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_heads={self.num_heads})"
+
     def update(
         self,
         weights: Tensor,

@@ -56,6 +56,9 @@ class RolloutFirstTokenMass(StreamedMetric):
         for name in (self._sums_name, self._counts_name):
             self.add_state(name, torch.zeros(num_layers, dtype=torch.float64), dist_reduce_fx="sum")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_layers={self.num_layers}, residual={self.residual})"
+
     def update(self, layers: Sequence[Tensor | AttentionCall], mask: Tensor | None = None) -> None:
         """Add the attention of a batch; see `lightning_attn.functional.rollout_first_token_mass` for the arguments."""
         sums_L, counts_L = _rollout_first_token_mass_update(layers, mask, self.residual)

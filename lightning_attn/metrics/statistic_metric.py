@@ -59,9 +59,6 @@ class _StatisticMetric(StreamedMetric):
     def _statistics(self) -> tuple[type[Statistic], ...]:
         raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_heads={self.num_heads}, over_heads={self.over_heads!r})"
-
     def _sums(self) -> Sums:
         nothing = Sums.nothing(self._statistics, self.num_heads, self.device)
         return Sums(
@@ -160,6 +157,10 @@ class AttentionStatistics(_AttentionMetric):
     @property
     def _statistics(self) -> tuple[type[Statistic], ...]:
         return resolve(self.names)
+
+    def __repr__(self) -> str:
+        heads = f"num_heads={self.num_heads}, over_heads={self.over_heads!r}"
+        return f"{type(self).__name__}({heads}, statistics={list(self.names)})"
 
     def compute(self) -> dict[str, Tensor]:
         """The values of each statistic."""

@@ -18,6 +18,9 @@ from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, wide
 #: A row that deviates from uniform weights by less than this part of them is uniform: the rest is rounding, which errs
 #: in all sequences alike and so looks like a pattern of positions.
 _ROUNDING = 3e-6
+#: What the squares of all deviations sum to, at least: of smaller ones, beside a learned sink that takes nearly
+#: everything, single precision holds too few digits.
+_SMALLEST_TOTAL = 1e-38
 
 
 class _Explained:
@@ -36,6 +39,7 @@ class _Explained:
         """The two sums, which belong to all sequences together, in equal parts."""
         common_H, total_H = self._sums_2H
         # No more is in common than there is; what rounding leaves of rows that are uniform is in the one sum alone.
+        total_H = torch.where(total_H > _SMALLEST_TOTAL, total_H, 0.0)
         common_H = torch.where(total_H > 0, torch.minimum(common_H, total_H), 0.0)
         parts_2H = torch.stack([common_H, total_H]) / self._sequences
         return Ratio(*parts_2H[:, None].expand(-1, self._sequences, -1))

@@ -6,6 +6,7 @@ import doctest
 import inspect
 import math
 import pickle
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,13 +14,13 @@ import matplotlib
 import pytest
 import torch
 from test_written_metrics import WRITTEN, half_of_the_written_on_each
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from two_ranks import on_two_ranks
 
 import lightning_attn.functional as functional
 import lightning_attn.metrics as metrics
-from lightning_attn.functional import attention_statistics
+from lightning_attn.functional import attention_entropy, attention_statistics
 from lightning_attn.functional.statistic_function import function_of
 from lightning_attn.metrics import AttentionEntropy, AttentionMaxLogit, AttentionSinkRate, AttentionStatistics
 from lightning_attn.metrics.statistic_metric import metric_of
@@ -276,11 +277,30 @@ def test_sums_are_not_held_in_half_precision() -> None:
     assert AttentionEntropy(HEADS).half().sums_of_entropy.dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    "convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu", torch.float16)]
+)
+def test_a_model_that_is_converted_leaves_sums_as_they_are(convert: Callable[[nn.Module], nn.Module]) -> None:
+    metric = AttentionEntropy(2)
+    weights = torch.rand(300, 2, 4, 4).softmax(-1)
+    for part in (weights[:299], weights[299:]):
+        convert(nn.ModuleList([metric, nn.Linear(2, 2)]))
+        metric.update(part)
+    assert metric.sums_of_entropy.dtype == torch.float64
+    close(metric.compute(), attention_entropy(weights))
+    metric.reset()
+    assert metric.sums_of_entropy.dtype == torch.float64
+
+
 def test_it_shows_what_it_was_made_with() -> None:
     assert repr(AttentionEntropy(HEADS)) == "AttentionEntropy(num_heads=3, over_heads='none')"
     rate = AttentionSinkRate(2, over_heads="max", threshold=0.1)
     assert repr(rate) == "AttentionSinkRate(num_heads=2, over_heads='max', threshold=0.1)"
     assert repr(metrics.TokenSimilarity()) == "TokenSimilarity()"
+    several = "AttentionStatistics(num_heads=2, over_heads='none', statistics=['entropy', 'max_logit'])"
+    assert repr(AttentionStatistics(2, ["entropy", "max_logit"])) == several
+    assert repr(metrics.RolloutFirstTokenMass(2)) == "RolloutFirstTokenMass(num_layers=2, residual=False)"
+    assert repr(metrics.PermutationResponse(2)) == "PermutationResponse(num_heads=2)"
 
 
 def test_names_of_states_are_short_enough_for_checkpoints() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,3 +171,18 @@ def test_rounding_of_heads_that_are_almost_uniform_is_no_pattern(name: str, spre
         assert (denominator_H == 0).all()
     if spread > 3e-6:
         assert abs(numerator_H.sum() / denominator_H.sum()) < 0.05
+
+
+@pytest.mark.parametrize(("sink_logit", "is_held"), [(0.0, True), (40.0, True), (52.0, False), (60.0, False)])
+def test_a_sink_that_leaves_too_little_to_be_squared_leaves_nothing_to_compare(
+    sink_logit: float, is_held: bool
+) -> None:
+    torch.manual_seed(0)
+    call = replace(of_logits(torch.randn(4, 2, 32, 32)), sink_logits=torch.full((2,), sink_logit))
+    weights_BHNN = call.weights().double()
+    deviation_BHNN = weights_BHNN - weights_BHNN.mean(-1, keepdim=True)
+    total_H = deviation_BHNN.square().sum((0, 2, 3))
+    expected_H = (deviation_BHNN.sum(0).square().sum((1, 2)) - total_H) / 3 / total_H
+    numerator_H, denominator_H = measure(call, resolve("positional_share"))["positional_share"]
+    expected_H = expected_H if is_held else torch.full_like(expected_H, math.nan)
+    torch.testing.assert_close(numerator_H / denominator_H, expected_H, rtol=1e-4, atol=1e-5, equal_nan=True)
