@@ -6,7 +6,6 @@ Shape suffixes as in `lightning_attn.capture.call`.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Final
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.functional.dense import described, is_dense, refuse_negative
+from lightning_attn.functional.doubt import warn
 from lightning_attn.functional.numbers import is_number
 
 #: What the weights of a row may sum to, at most, before that is doubted: dropout of a half makes it about 2.
@@ -214,10 +214,9 @@ def _check_weights(weights_BHNM: Tensor, call: AttentionCall) -> None:
     refuse_negative("weights", weights_BHNM)
     largest_sum = weights_BHNM.sum(-1, dtype=torch.float32).max().item()
     if largest_sum > _LARGEST_SUM:
-        warnings.warn(
+        warn(
             f"A row of `weights` sums to {largest_sum:.4g}. They are taken as they are: divide them by their sums if "
             "they are no attention weights yet.",
-            stacklevel=4,
         )
     rows = call.visibility.rows(0, call.queries, call.keys, weights_BHNM.device)
     if rows is not None:
@@ -229,10 +228,9 @@ def _check_weights(weights_BHNM: Tensor, call: AttentionCall) -> None:
                 "means visible."
             )
     elif call.self_attention and call.queries > 2 and not bool(weights_BHNM.triu(1).any()):
-        warnings.warn(
+        warn(
             "No query has weight on a later key. If this is causal attention, say `is_causal=True`: otherwise every "
             "key counts as visible, and entropies and baselines are those of full attention.",
-            stacklevel=4,
         )
 
 
@@ -240,10 +238,9 @@ def _check_bias(bias: Tensor) -> None:
     """Look for the 1 and 0 of a mask, which would be added to the logits and hide nothing."""
     is_one = bias == 1
     if bool((is_one | (bias == 0)).all()) and bool(is_one.any()):
-        warnings.warn(
+        warn(
             "`mask` is of a floating type and holds zeros and ones alone, which are added to the logits and hide "
             "nothing. If one means visible, give `mask.bool()`.",
-            stacklevel=4,
         )
 
 

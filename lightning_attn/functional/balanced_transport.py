@@ -5,12 +5,11 @@ Shape suffixes: N queries, M keys; any dimensions may lead, written B.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from lightning_attn.functional.dense import broadcast
+from lightning_attn.functional.doubt import warn
 from lightning_attn.functional.transport import checked_scores
 from lightning_attn.statistics.algebra.sinkhorn_potentials import (
     LOG_ZERO,
@@ -91,12 +90,11 @@ def sinkhorn(
     reached = max(tolerance, least_tolerance(dtype))
     potential_BM, gap_B = sinkhorn_scaling(lambda: [rows], row_mass_BN, key_mass_BM, max_iterations, reached)
     if bool((gap_B > reached).any()):
-        warnings.warn(
+        warn(
             f"Columns are within {float(gap_B.max()):.2g} of their marginal after {max_iterations} iterations, not "
             f"within {tolerance:.2g}, for {int((gap_B > reached).sum())} of {gap_B.numel()} matrices. More iterations "
             "or a larger `epsilon` help, unless the mask leaves no plan with weight on all visible keys.",
             RuntimeWarning,
-            stacklevel=2,
         )
     return rows.plan(row_mass_BN, potential_BM).to(scores_BNM.dtype)
 

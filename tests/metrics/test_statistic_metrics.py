@@ -240,6 +240,15 @@ def test_a_collection_gives_states_and_weights_to_whom_they_belong() -> None:
     close(found["TokenSimilarity"], functional.token_similarity(**states))
 
 
+def test_a_warning_is_said_at_the_line_that_gave_the_weights() -> None:
+    weights = torch.rand(1, HEADS, 6, 6).tril()
+    metric = AttentionEntropy(HEADS)
+    for call in (metric.update, metric, functional.attention_entropy, attention_statistics, functional.attention_call):
+        with pytest.warns(UserWarning, match="say `is_causal=True`") as said:
+            call(weights)
+        assert {warning.filename for warning in said} == {__file__}
+
+
 def test_one_number_for_all_heads_can_be_logged() -> None:
     batch = a_batch(STATISTICS["entropy"])
     per_head = functional.attention_entropy(**batch)
