@@ -29,8 +29,11 @@ RESOLUTION = 2 * torch.finfo(torch.float32).eps
 
 
 def values(call: AttentionCall, **options: int | None) -> dict[str, list[float]]:
-    """Every statistic of every head, NaN where it is absent."""
-    return {name: sums.or_nan.tolist() for name, sums in measure(call, tuple(OF_ROWS.values()), **options).items()}
+    """Every statistic of every head, NaN where it is absent; the sums that it is made of are numbers in any case."""
+    found = measure(call, tuple(OF_ROWS.values()), **options)
+    for name, sums in found.items():
+        assert not any(tensor.isnan().any() for tensor in sums), name
+    return {name: sums.or_nan.tolist() for name, sums in found.items()}
 
 
 def assert_equals_reference(call: AttentionCall) -> None:
