@@ -30,7 +30,17 @@ class ReceivedFromOthers(ReceivedWeight):
 
     def of(self, rows: RowBlock) -> Tensor:
         """What keys receive from the rows of a block."""
-        return rows.column_weight_from_others_BHM if self._self_attention else rows.column_weight_BHM
+        if not self._self_attention:
+            return super().of(rows)
+        # Not a difference: beside a token that looks at itself, nothing would be left of what others give to it. The
+        # share of each row comes first, since it is of all its exponentials.
+        share_BH1R, exponentials_BHRM = rows.share_BHR[:, :, None, :], rows.clean_exponentials_BHRM
+        own_BHR = exponentials_BHRM[..., rows.start : rows.stop].diagonal(dim1=-2, dim2=-1)
+        kept_BHR = own_BHR.clone()
+        own_BHR.zero_()
+        received_BHM = torch.matmul(share_BH1R, exponentials_BHRM)[:, :, 0, :]
+        own_BHR.copy_(kept_BHR)
+        return received_BHM
 
 
 class OtherSeeingQueries(ReceivedFromOthers):
@@ -38,7 +48,12 @@ class OtherSeeingQueries(ReceivedFromOthers):
 
     def of(self, rows: RowBlock) -> Tensor:
         """How many rows of a block do."""
-        return rows.other_query_count_BHM if self._self_attention else rows.query_count_BHM
+        if not self._self_attention:
+            return rows.query_count_BHM
+        count_BHM = rows.query_count_BHM.clone()
+        own_BHR = count_BHM[..., rows.start : rows.stop]
+        own_BHR -= (rows.present_BHR & rows.sees_self_BHR).float()[..., : own_BHR.shape[-1]]
+        return count_BHM
 
 
 def is_widely_seen(queries_BHM: Tensor) -> Tensor:

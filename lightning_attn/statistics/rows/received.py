@@ -33,7 +33,7 @@ class ReceivedWeight:
 
     def of(self, rows: RowBlock) -> Tensor:
         """What keys receive from the rows of a block."""
-        return rows.column_weight_BHM
+        return torch.matmul(rows.share_BHR[:, :, None, :], rows.clean_exponentials_BHRM)[:, :, 0, :]
 
 
 class UniformReceivedWeight(ReceivedWeight):
@@ -41,7 +41,7 @@ class UniformReceivedWeight(ReceivedWeight):
 
     def of(self, rows: RowBlock) -> Tensor:
         """What keys would receive from the rows of a block."""
-        return rows.uniform_column_weight_BHM
+        return torch.einsum("bhr,bhrm->bhm", rows.uniform_share_BHR, rows.visible_BHRM)
 
 
 class EvenReceivedWeight(ReceivedWeight):
@@ -52,4 +52,4 @@ class EvenReceivedWeight(ReceivedWeight):
 
     def of(self, rows: RowBlock) -> Tensor:
         """What keys would receive from the rows of a block."""
-        return rows.even_column_weight_BHM
+        return torch.einsum("bhr,bhrm->bhm", rows.uniform_share_BHR * rows.mass_BHR, rows.visible_BHRM)

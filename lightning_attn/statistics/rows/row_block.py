@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import LOG_OF_NO_WEIGHT
+from lightning_attn.statistics.rows.workspace import Workspace
 
 #: Stands for the logit of a hidden key: finite, so that zero weight times it is zero, and below every real logit.
 _HIDDEN = -1e30
@@ -23,20 +24,6 @@ _SMALLEST_GAP = -87.0
 _SMALLEST_REST = 1e-30
 #: What the exponentials beside the largest one sum to, at least, where those that were cut off are nothing beside them.
 _EXACT_REST = 1e-26
-
-
-class Workspace:
-    """Memory that the blocks of a pass use one after the other; a block spoils the one before it."""
-
-    def __init__(self, elements: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(elements, device=device) for _ in range(3)]
-
-    def buffer(self, index: int, shape: tuple[int, ...]) -> Tensor:
-        """One of the buffers in a given shape, with anything in it."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        return self._buffers[index][:elements].view(shape)
 
 
 class RowBlock:
@@ -419,45 +406,9 @@ class RowBlock:
         return self.exponentials_BHRM.nan_to_num_()
 
     @cached_property
-    def column_weight_BHM(self) -> Tensor:
-        """The weight that each key receives from the present rows of the block."""
-        return torch.matmul(self.share_BHR[:, :, None, :], self.clean_exponentials_BHRM)[:, :, 0, :]
-
-    @cached_property
-    def column_weight_from_others_BHM(self) -> Tensor:
-        """The same without what a query gives to the key of its own number."""
-        # Not a difference: beside a token that looks at itself, nothing would be left of what others give to it. The
-        # share of each row comes first, since it is of all its exponentials.
-        share_BH1R, exponentials_BHRM = self.share_BHR[:, :, None, :], self.clean_exponentials_BHRM
-        own_BHR = exponentials_BHRM[..., self.start : self.stop].diagonal(dim1=-2, dim2=-1)
-        kept_BHR = own_BHR.clone()
-        own_BHR.zero_()
-        received_BHM = torch.matmul(share_BH1R, exponentials_BHRM)[:, :, 0, :]
-        own_BHR.copy_(kept_BHR)
-        return received_BHM
-
-    @cached_property
     def query_count_BHM(self) -> Tensor:
         """How many present rows of the block see each key."""
         return torch.einsum("bhr,bhrm->bhm", self.present_BHR.float(), self.visible_BHRM)
-
-    @cached_property
-    def other_query_count_BHM(self) -> Tensor:
-        """The same without the query of the key's own number."""
-        count_BHM = self.query_count_BHM.clone()
-        own_BHR = count_BHM[..., self.start : self.stop]
-        own_BHR -= (self.present_BHR & self._sees(self.number_R)).float()[..., : own_BHR.shape[-1]]
-        return count_BHM
-
-    @cached_property
-    def uniform_column_weight_BHM(self) -> Tensor:
-        """The same of uniform attention under the same visibility."""
-        return torch.einsum("bhr,bhrm->bhm", self.uniform_share_BHR, self.visible_BHRM)
-
-    @cached_property
-    def even_column_weight_BHM(self) -> Tensor:
-        """The same of even weights, of which each row has the sum that it really has."""
-        return torch.einsum("bhr,bhrm->bhm", self.uniform_share_BHR * self.mass_BHR, self.visible_BHRM)
 
     @cached_property
     def visible_BHRM(self) -> Tensor:
@@ -478,11 +429,9 @@ class RowBlock:
         Beside a learned sink rows sum to less than one. Without it both are the same division where a row is uniform,
         so that nothing but zero is left.
         """
-        return self._deviation_from(self.uniform_share_BHR * self.mass_BHR)
-
-    def _deviation_from(self, uniform_BHR: Tensor) -> Tensor:
+        even_BHR = self.uniform_share_BHR * self.mass_BHR
         deviation_BHRM = self._scratch(torch.mul, self.clean_exponentials_BHRM, self.share_BHR[..., None])
-        return self._clear(deviation_BHRM.sub_(uniform_BHR[..., None]))
+        return self._clear(deviation_BHRM.sub_(even_BHR[..., None]))
 
     @cached_property
     def is_other_key_BHM(self) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, log_of_weights
-from lightning_attn.statistics.rows.row_block import RowBlock, Workspace
+from lightning_attn.statistics.rows.row_block import RowBlock
+from lightning_attn.statistics.rows.workspace import Workspace
 
 #: Size of one of the three buffers of a pass. Small ones stay in a CPU's cache; large ones keep an accelerator busy.
 BLOCK_BYTES = {"cpu": 4 * 2**20}
