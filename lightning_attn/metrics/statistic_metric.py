@@ -68,12 +68,11 @@ class _StatisticMetric(StreamedMetric):
         )
 
     def _add(self, found: Sums) -> None:
-        known = self._sums()
         if self._sums_name in self._defaults:
-            setattr(self, self._sums_name, known.ratios_S2H + found.ratios_S2H.to(known.ratios_S2H.dtype))
+            self._add_sums(**{self._sums_name: found.ratios_S2H})
         if self._maxima_name in self._defaults:
-            maxima_XH = torch.maximum(known.maxima_XH, found.maxima_XH.to(known.maxima_XH.dtype))
-            setattr(self, self._maxima_name, maxima_XH)
+            known_XH: Tensor = getattr(self, self._maxima_name)
+            setattr(self, self._maxima_name, torch.maximum(known_XH, found.maxima_XH.to(known_XH)))
 
     def _values(self) -> dict[str, Tensor]:
         return _statistics_compute(self._sums(), self.over_heads)

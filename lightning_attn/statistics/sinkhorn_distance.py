@@ -19,8 +19,7 @@ from lightning_attn.statistics.rows.row_block import RowBlock
 from lightning_attn.statistics.rows.row_pass import RowPass
 from lightning_attn.statistics.statistic import Range, Ratio, RowStatistic, mean_over_sequences, wide
 
-#: A sweep is a walk over the matrix: some 15 ms for a head of 1024 tokens on one core of a CPU. Attention that is not
-#: sharp takes ten to thirty.
+#: A sweep is a walk over the matrix. Attention that is not sharp takes a few tens.
 MAX_SWEEPS = 200
 #: How far keys may be from receiving alike, in total variation; more where a device has no double precision.
 TOLERANCE = 1e-7
