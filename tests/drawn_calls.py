@@ -175,3 +175,16 @@ def _values(
     # Rows that sum to less than one, by a number of single precision, give as much less of the mean.
     centre = draw(st.sampled_from([0.0, 1.0 if has_sink_logits else 100.0]), label="mean of values")
     return (torch.randn(sequences, count, keys, 3, generator=random) + centre).to(dtype)
+
+
+def real_tokens(draw: st.DrawFn, random: torch.Generator, sequences: int, tokens: int, share: float) -> Tensor | None:
+    """Which tokens are no padding: on one side, or anywhere with a share that is real; ``None`` where all are."""
+    padding = draw(st.sampled_from([None, "left", "right", "anywhere", "same for all"]))
+    place, length = torch.arange(tokens), torch.randint(tokens + 1, (sequences, 1), generator=random)
+    return {
+        None: None,
+        "left": place >= length,
+        "right": place < length,
+        "anywhere": torch.rand(sequences, tokens, generator=random) < share,
+        "same for all": torch.rand(1, tokens, generator=random) < share,
+    }[padding]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from drawn_calls import real_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -128,15 +129,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor | None]:
     if fault:
         at = torch.rand(sequences, tokens, generator=random) < 0.2
         entering[at] = {"zero": 0.0, "outlier": 6e4, "nan": NAN, "infinite": INF}[fault]
-    padding = draw(st.sampled_from([None, "left", "right", "anywhere", "same for all"]))
-    place, length = torch.arange(tokens), torch.randint(tokens + 1, (sequences, 1), generator=random)
-    real = {
-        None: None,
-        "left": place >= length,
-        "right": place < length,
-        "anywhere": torch.rand(sequences, tokens, generator=random) < 0.6,
-        "same for all": torch.rand(1, tokens, generator=random) < 0.6,
-    }[padding]
+    real = real_tokens(draw, random, sequences, tokens, share=0.6)
     return entering, leaving, real
 
 
