@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.isolation import isolated
 from lightning_attn.functional.dense import checked, refuse_negative, visible_keys
 from lightning_attn.statistics.algebra.markov_chain import stationary_of
 
 
-@torch.no_grad()
 def stationary_distribution(weights: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""The stationary distribution :math:`\pi = \pi P` of square attention matrices.
 
@@ -43,8 +43,9 @@ def stationary_distribution(weights: Tensor, mask: Tensor | None = None) -> Tens
     """
     weights = checked("weights", weights, "(…, N, N)")
     refuse_negative("weights", weights)
-    weights = torch.where(visible_keys(weights, mask), weights, 0.0)
-    if weights.numel() == 0:
-        return weights.new_full(weights.shape[:-1], torch.nan)
-    matrix_BHNN = weights.reshape(-1, 1, *weights.shape[-2:])
-    return stationary_of(matrix_BHNN).reshape(weights.shape[:-1])
+    with isolated(weights.device):
+        weights = torch.where(visible_keys(weights, mask), weights, 0.0)
+        if weights.numel() == 0:
+            return weights.new_full(weights.shape[:-1], torch.nan)
+        matrix_BHNN = weights.reshape(-1, 1, *weights.shape[-2:])
+        return stationary_of(matrix_BHNN).reshape(weights.shape[:-1])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture import AttentionCall
+from lightning_attn.capture.isolation import isolated
 from lightning_attn.functional.dense import (
     check_floating,
     described,
@@ -27,7 +28,6 @@ from lightning_attn.statistics.statistic import wide
 _SEEN_ROWS = 128
 
 
-@torch.no_grad()
 def attention_rollout(layers: Sequence[Tensor], *, residual: bool = False) -> Tensor:
     r"""The product of the attention matrices of all layers, :math:`P = \bar A^{(L)} \cdots \bar A^{(1)}`.
 
@@ -52,16 +52,16 @@ def attention_rollout(layers: Sequence[Tensor], *, residual: bool = False) -> Te
         tensor([1.0000, 0.9375, 0.8873])
     """
     _check(layers, takes_calls=False)
-    rollout_BNN = torch.eye(layers[0].shape[-1], dtype=_working_type(layers))
-    for weights in layers:
-        matrix_BNN = _with_heads(weights).mean(1, dtype=rollout_BNN.dtype)
-        rollout_BNN = rollout_BNN.to(matrix_BNN.device)
-        image_BNN = matrix_BNN @ rollout_BNN
-        rollout_BNN = (image_BNN + rollout_BNN) / 2 if residual else image_BNN
-    return rollout_BNN
+    with isolated(layers[0].device):
+        rollout_BNN = torch.eye(layers[0].shape[-1], dtype=_working_type(layers))
+        for weights in layers:
+            matrix_BNN = _with_heads(weights).mean(1, dtype=rollout_BNN.dtype)
+            rollout_BNN = rollout_BNN.to(matrix_BNN.device)
+            image_BNN = matrix_BNN @ rollout_BNN
+            rollout_BNN = (image_BNN + rollout_BNN) / 2 if residual else image_BNN
+        return rollout_BNN
 
 
-@torch.no_grad()
 def rollout_first_token_mass(
     layers: Sequence[Tensor | AttentionCall], *, mask: Tensor | None = None, residual: bool = False
 ) -> Tensor:
@@ -102,7 +102,6 @@ def rollout_first_token_mass(
     return _rollout_first_token_mass_compute(sums_L, counts_L).to(_working_type(layers))
 
 
-@torch.no_grad()
 def uniform_rollout_first_token_mass(
     layers: Sequence[Tensor | AttentionCall], *, mask: Tensor | None = None, residual: bool = False
 ) -> Tensor:
@@ -139,7 +138,6 @@ class _Step(NamedTuple):
     present_BN: Tensor
 
 
-@torch.no_grad()
 def _rollout_first_token_mass_update(
     layers: Sequence[Tensor | AttentionCall],
     mask: Tensor | None = None,
@@ -152,6 +150,14 @@ def _rollout_first_token_mass_update(
     They add up over batches, and are in the widest type of the first layer's device, and there.
     """
     _check(layers, takes_calls=True)
+    first = layers[0]
+    with isolated(first.query.device if isinstance(first, AttentionCall) else first.device):
+        return _sums_of_layers(layers, mask, residual, uniform)
+
+
+def _sums_of_layers(
+    layers: Sequence[Tensor | AttentionCall], mask: Tensor | None, residual: bool, uniform: bool
+) -> tuple[Tensor, Tensor]:
     share_BN = _first_token(layers[0], mask).to(_working_type(layers))
     device = share_BN.device
     sums, counts = [], []
