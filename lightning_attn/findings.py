@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.head_share import HeadShare
 from lightning_attn.capture.passes import PassesOfSites
-from lightning_attn.capture.refusals import UnreadableError
+from lightning_attn.capture.refusals import OTHER_HEADS_OF_RANK, UnreadableError
 from lightning_attn.statistics.measure import Sums
 
 
@@ -17,6 +18,8 @@ class Findings:
         #: What was found of the heads of loops that have not ended.
         self._loops: dict[str, list[Sums]] = {}
         self._passes = PassesOfSites()
+        #: Which of each site's heads this rank computes; ``None`` where it is all of them.
+        self._shares: dict[str, HeadShare | None] = {}
 
     def meet(self, site: str) -> None:
         """Remember when a site ran, whatever comes of it."""
@@ -28,6 +31,8 @@ class Findings:
         Raises:
             UnreadableError: if the site has other heads now.
         """
+        if self._shares.setdefault(call.site, call.share) != call.share:
+            raise OTHER_HEADS_OF_RANK.error()
         if self._passes.is_next_head(call):
             self._loops[call.site].append(found)
             return
@@ -63,8 +68,12 @@ class Findings:
         return self._sums.get(site)
 
     def all(self) -> dict[str, Sums]:
-        """What was found at every site."""
-        return {site: self._sums[site] for site in self._order if site in self._sums}
+        """What was found at every site, with a place for the heads of other ranks where they share a site."""
+        return {site: self._among_all_heads(site) for site in self._order if site in self._sums}
+
+    def _among_all_heads(self, site: str) -> Sums:
+        sums, share = self._sums[site], self._shares[site]
+        return sums if share is None else sums.among_heads(*share.of_heads(sums.heads))
 
     def _join(self, site: str, found: Sums) -> None:
         known = self._sums.get(site)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.head_share import HeadShare
+
 #: An additive mask hides a key where it holds this or less. fp16 masks hold -65504, and Swin's -100 is a penalty, not a
 #: mask.
 HIDING_PENALTY = -1e4
@@ -159,6 +161,7 @@ class AttentionCall:
         forward: a number that calls share if one forward pass of the site made them; ``None`` where that is not known.
         is_of_all_tokens: whether it has as many sequences and queries as the site was given, or that is not known. Only
             such calls can be those of a loop over heads.
+        share: which of the site's heads these are, where ranks divide them; ``None`` where they are all.
     """
 
     site: str
@@ -175,6 +178,7 @@ class AttentionCall:
     score_rule: Rule | None = None
     forward: int | None = None
     is_of_all_tokens: bool = True
+    share: HeadShare | None = None
 
     def __repr__(self) -> str:
         is_written = self.logit_matrix is not None or self.weight_matrix is not None

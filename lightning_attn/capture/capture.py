@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.call_stack import innermost_module
 from lightning_attn.capture.channels import ChannelTrail
 from lightning_attn.capture.folded import unfolded
+from lightning_attn.capture.head_trail import HeadTrail, is_attention_of_travelling_keys
 from lightning_attn.capture.isolation import (
     SeeingMode,
     after_every_module,
@@ -31,12 +32,20 @@ from lightning_attn.capture.isolation import (
 )
 from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
 from lightning_attn.capture.reader import Sampling, interceptors, readers
-from lightning_attn.capture.refusals import HEADS_AS_QUERIES, UnreadableError, products_inside
+from lightning_attn.capture.refusals import (
+    HEADS_AS_QUERIES,
+    KEYS_OF_OTHER_RANKS,
+    Refusal,
+    UnreadableError,
+    products_inside,
+)
 from lightning_attn.capture.report import SiteFaults
 from lightning_attn.capture.running import RunningForward, RunningForwards, attends_to_others, heads_in_batch
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.softmax import SOFTMAXES, SoftmaxFollower, WrittenAttention
+from lightning_attn.capture.softmax.operation import tensors_among
 from lightning_attn.capture.softmax.walk import Walk
+from lightning_attn.capture.spread import held_by_rank, ranks_may_share
 from lightning_attn.capture.states import Attended, HiddenStates
 from lightning_attn.capture.told import ToldAttention
 
@@ -53,6 +62,7 @@ class Sighting:
         read: reads it.
         device: asks where it is computed.
         states: tells the hidden states around it, where it tells them itself.
+        operands: its queries, keys and values, or its logits, as the model computes with them.
         rows: how many rows its softmax has, where nothing else of it may be known.
         is_told: whether the model tells of it, so that it may be seen in another way as well.
     """
@@ -61,6 +71,7 @@ class Sighting:
     read: Callable[[Sampling], AttentionCall]
     device: Callable[[], torch.device]
     states: Callable[[Sampling], HiddenStates] | None = None
+    operands: Sequence[Tensor] = ()
     rows: int | None = None
     is_told: bool = False
 
@@ -113,6 +124,8 @@ class Capture:
         #: How many attention calls of the model were seen so far.
         self.count = 0
         self._follower: SoftmaxFollower | None = None
+        #: ``None`` where no rank shares anything with another.
+        self._heads: HeadTrail | None = None
         #: The query of the calls that are made now, as the model laid it out, where that is known.
         self._query: Tensor | None = None
 
@@ -122,6 +135,7 @@ class Capture:
         self._names = SiteNames(self._model)
         self._forwards = RunningForwards()
         self._channels = ChannelTrail()
+        self._heads = HeadTrail(self._model) if ranks_may_share() else None
         self._follower = SoftmaxFollower(Walk(self._model, self._names, self._found, self._channels))
         self._attended: dict[nn.Module, Attended] = {}
         self._told = ToldAttention()
@@ -143,7 +157,7 @@ class Capture:
         self._is_running = False
         self._attended = {}
         self._running.close()
-        self._follower, self._channels = None, ChannelTrail()
+        self._follower, self._channels, self._heads = None, ChannelTrail(), None
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
@@ -152,6 +166,11 @@ class Capture:
             if declared is not None or function in SOFTMAXES:
                 self._leave_to_tracing()
             return
+        operands: Sequence[Tensor] = ()
+        if self._heads is not None:
+            operands = tensors_among(args, kwargs)
+            self._heads.see(function, operands, result)
+            args, kwargs, result = held_by_rank(args, kwargs, result)
         if declared is None:
             if self._follower is not None:
                 self._following(self._follower.see, function, args, kwargs, result)
@@ -165,6 +184,7 @@ class Capture:
                 read=partial(declared.read, args, kwargs),
                 device=partial(device_of, (*args, *kwargs.values())),
                 states=None if declared.states is None else partial(declared.states, args, kwargs),
+                operands=operands,
             )
         )
 
@@ -173,14 +193,15 @@ class Capture:
         if is_written_down(result):
             return
         name = name_of_opaque(called)
+        if self._heads is not None:
+            self._heads.see(called, tensors_among(args, kwargs), result)
+            args, kwargs, result = held_by_rank(args, kwargs, result)
+            if is_attention_of_travelling_keys(called):
+                self.take(_refusing(KEYS_OF_OTHER_RANKS), torch.device("cpu"))
         if self._follower is not None:
             self._following(self._follower.see_opaque, name, args, kwargs, result)
         if self._scripts.attends(called):
-
-            def read(sampling: Sampling) -> AttentionCall:
-                raise products_inside(name).error()
-
-            self.take(read, torch.device("cpu"))
+            self.take(_refusing(products_inside(name)), torch.device("cpu"))
 
     def _following(self, see: Callable[..., None], *seen: Any) -> None:
         """Let the follower see something; where that fails, do without it."""
@@ -198,28 +219,40 @@ class Capture:
         if module is not None and self._names[module] in self._faults.in_pieces:
             return
         taken = self._take(
-            Sighting(attention.modules, attention.read, device=lambda: attention.device, rows=attention.rows)
+            Sighting(
+                attention.modules,
+                attention.read,
+                device=lambda: attention.device,
+                operands=(attention.softmax.logits,),
+                rows=attention.rows,
+            )
         )
         if taken and module is not None and changed_by is not None:
             self._faults.report_changed_weights(self._names[module], changed_by)
 
-    def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def take(
+        self, read: Callable[[Sampling], AttentionCall], device: torch.device, operands: Sequence[Tensor] = ()
+    ) -> None:
         """Take a call that no torch function showed.
 
         Args:
             read: reads it.
             device: where it is computed.
+            operands: its queries, keys and values, as the model computes with them.
         """
-        self._take(Sighting(self._names.computing(), read, lambda: device))
+        self._take(Sighting(self._names.computing(), read, lambda: device, operands=operands))
 
-    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def tell(
+        self, read: Callable[[Sampling], AttentionCall], device: torch.device, operands: Sequence[Tensor] = ()
+    ) -> None:
         """Take a call that the model tells of, and that may be seen in another way as well.
 
         Args:
             read: reads it.
             device: where it is computed.
+            operands: its queries, keys and values, as the model computes with them.
         """
-        self._take(Sighting(self._names.computing(), read, lambda: device, is_told=True))
+        self._take(Sighting(self._names.computing(), read, lambda: device, operands=operands, is_told=True))
 
     def _leave_to_tracing(self) -> None:
         """Say that a site is not watched while a graph is made of what it computes, if it is the model's."""
@@ -278,7 +311,7 @@ class Capture:
             return False
         sampling = self._sampling(module, device)
         with isolated(device):
-            call = self._read(module, sighting, sampling)
+            call = self._with_share(self._read(module, sighting, sampling), sighting.operands)
             if sighting.is_told:
                 self._told.tell(module, call)
             elif self._told.is_known(sighting.modules, call):
@@ -316,6 +349,19 @@ class Capture:
         forward = self._forwards.of(module)
         return call if forward is None else _placed(call, forward, self._max_sequences)
 
+    def _with_share(self, call: AttentionCall, operands: Sequence[Tensor]) -> AttentionCall:
+        """The call with which heads of its site it has, where ranks divide them and it does not tell itself.
+
+        Raises:
+            UnreadableError: if that cannot be told, or a rank holds a part of the tokens.
+        """
+        if self._heads is None:
+            return call
+        share = self._heads.of(operands) if call.share is None else call.share
+        if share is not None:
+            share.of_heads(call.heads)
+        return call if share is None else replace(call, share=share)
+
     def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Look at a module that returns: whether it computed attention, and what entered and left it."""
         if is_written_down(output):
@@ -337,6 +383,15 @@ class Capture:
             if self._strict:
                 raise
             self._faults.report(site, error)
+
+
+def _refusing(refusal: Refusal) -> Callable[[Sampling], AttentionCall]:
+    """Stands for what would read a call that cannot be read."""
+
+    def read(sampling: Sampling) -> AttentionCall:
+        raise refusal.error()
+
+    return read
 
 
 def _placed(call: AttentionCall, running: RunningForward, max_sequences: int | None) -> AttentionCall:

@@ -25,6 +25,8 @@ from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.flex import IndexRule
 from lightning_attn.capture.reader import Sampling, Sightings, intercepts
 from lightning_attn.capture.refusals import UnreadableError
+from lightning_attn.capture.softmax.operation import tensors_among
+from lightning_attn.capture.spread import held_by_rank
 from lightning_attn.capture.token_order import order_of_one_sequence, order_of_packed_sequences
 
 _AttentionFunction = Callable[..., Any]
@@ -81,7 +83,9 @@ def _watched(function: _AttentionFunction, sightings: Sightings) -> _AttentionFu
         with sightings.laid_out_as(query):
             result = function(*args, **kwargs)
         if sightings.count == before:
-            sightings.take(lambda sampling: _read(sampling, *args, **kwargs), query.device)
+            operands = tensors_among(args[1:], kwargs)  # queries, keys and values come first
+            held_args, held_kwargs = held_by_rank(args, kwargs)
+            sightings.take(lambda sampling: _read(sampling, *held_args, **held_kwargs), query.device, operands)
         return result
 
     return watched

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_attn.capture.call import AttentionCall, Visibility
+from lightning_attn.capture.head_share import HeadShare
 from lightning_attn.capture.reader import Sampling, Sightings, intercepts
 from lightning_attn.capture.refusals import UnreadableError
+from lightning_attn.capture.spread import held_by_rank
 
 _WATCHING: list[Sightings] = []
 
@@ -37,6 +39,8 @@ def observe(
     scale: float | None = None,
     soft_cap: float | None = None,
     sink_logits: Tensor | None = None,
+    first_head: int | None = None,
+    all_heads: int | None = None,
 ) -> None:
     r"""Tell whoever is watching of an attention that is being computed here.
 
@@ -56,6 +60,9 @@ def observe(
         scale: what the products are multiplied with; :math:`1 / \sqrt D` by default.
         soft_cap: ``c`` of ``c * tanh(logit / c)``.
         sink_logits: (H,), one more logit per head that takes weight and gives nothing.
+        first_head: where ranks divide the heads of the attention among each other, and nothing else tells how: the
+            number of the first one here, counted from 0.
+        all_heads: and how many all ranks have together.
 
     What does not fit together is reported to the one who watches, as a warning; it never stops a forward pass.
 
@@ -74,6 +81,9 @@ def observe(
     """
     if not _WATCHING or torch.compiler.is_dynamo_compiling():  # the graph would have the telling in it
         return
+
+    operands = [tensor for tensor in (query, key, value) if isinstance(tensor, Tensor)]
+    query, key, value, attn_mask, sink_logits = held_by_rank(query, key, value, attn_mask, sink_logits)
 
     def read(sampling: Sampling) -> AttentionCall:
         _check(query, key, value, attn_mask, sink_logits)
@@ -98,11 +108,12 @@ def observe(
             self_attention=query.shape[2] == key.shape[2],
             soft_cap=numbers["soft_cap"],
             sink_logits=sink_logits,
+            share=_share(query.shape[1], first_head, all_heads),
         )
 
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")  # refused where it is read
     for sightings in _WATCHING:
-        sightings.tell(read, device)
+        sightings.tell(read, device, operands)
 
 
 def _check(
@@ -147,6 +158,18 @@ def _check(
             f"`sink_logits` given to `observe` must have one entry for each of {heads} heads, "
             f"got {tuple(sink_logits.shape)}"
         )
+
+
+def _share(heads: int, first_head: int | None, all_heads: int | None) -> HeadShare | None:
+    """Which of a site's heads these are, where ranks divide them."""
+    if first_head is None and all_heads is None:
+        return None
+    if type(first_head) is not int or type(all_heads) is not int or not 0 <= first_head <= all_heads - heads:
+        raise UnreadableError(
+            f"`first_head` and `all_heads` given to `observe` must both be integers, with the {heads} heads of this "
+            f"rank within all of them, got {first_head!r} and {all_heads!r}"
+        )
+    return HeadShare(first_head, heads, all_heads)
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,12 +95,15 @@ class Sightings(Protocol):
     #: How many attention calls of the model were seen so far, by whatever way.
     count: int
 
-    def take(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def take(
+        self, read: Callable[[Sampling], AttentionCall], device: torch.device, operands: Sequence[Tensor] = ()
+    ) -> None:
         """Tell of one call.
 
         Args:
             read: reads it.
             device: where it is computed.
+            operands: its queries, keys and values, as the model computes with them.
         """
 
     def laid_out_as(self, query: Tensor) -> AbstractContextManager[object]:
@@ -110,12 +113,15 @@ class Sightings(Protocol):
             query: (B, H, N, D), before a function may have folded heads into queries.
         """
 
-    def tell(self, read: Callable[[Sampling], AttentionCall], device: torch.device) -> None:
+    def tell(
+        self, read: Callable[[Sampling], AttentionCall], device: torch.device, operands: Sequence[Tensor] = ()
+    ) -> None:
         """Tell of one call in the words of the model, which may be seen in another way as well.
 
         Args:
             read: reads it.
             device: where it is computed.
+            operands: its queries, keys and values, as the model computes with them.
         """
 
 

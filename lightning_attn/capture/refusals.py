@@ -91,6 +91,24 @@ REARRANGED = Refusal(
     is_piece=True,
 )
 
+# Attention that no rank computes alone.
+
+KEYS_OF_OTHER_RANKS = Refusal(
+    "its tokens are spread over ranks (context parallelism, ring attention), so that no rank holds all keys and "
+    "queries of a sequence; tensor parallelism, which divides heads, is watched",
+    way_out="Choose `sites` without it to hear nothing of it",
+)
+SUMS_OF_RANKS = Refusal("its queries, keys or logits are sums over ranks that were not added up yet")
+HEADS_OF_OTHER_RANKS = Refusal(
+    "its heads are divided among ranks, and which of them are computed here cannot be told",
+    way_out=f"With `first_head` and `all_heads`, {WAY_OUT}",
+)
+OTHER_HEADS_OF_RANK = Refusal(
+    "this rank computes other heads of it in one call than in another before one snapshot",
+    way_out="Take a snapshot after each, or choose `sites` without it",
+)
+HEADS_IN_PIECES = Refusal("ranks divide its projections within a head, so that no rank computes whole heads")
+
 # Trails that are lost.
 
 # What else the module computes may be the rest of the same attention, as with the landmarks of Nyströmformer.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.spread import held, is_spread, is_whole_but_for_sequences
 
 #: How many entries of a mask are looked at together.
 _BLOCK_ELEMENTS = 2**20
@@ -140,9 +141,12 @@ class Attended:
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in arguments or results, in order. Nested tensors and those spread over devices are left out."""
-    if isinstance(value, Tensor):
-        # A subclass with operations of its own (DTensor) holds a part of what it stands for.
+    """The tensors in arguments or results, in order. Nested tensors and those that divide tokens are left out."""
+    if is_spread(value):
+        if is_whole_but_for_sequences(value):
+            yield held(value)
+    elif isinstance(value, Tensor):
+        # A subclass with operations of its own may hold a part of what it stands for.
         if type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and not value.is_nested:
             yield value
     elif isinstance(value, Mapping):

@@ -79,6 +79,24 @@ class Sums(Mapping[str, Ratio | Maximum]):
                 sums.ratios_S2H[sums._means.index(name)] = torch.stack(list(found))
         return sums
 
+    def among_heads(self, first: int, heads: int) -> Sums:
+        """The sums of more heads, of which these are some and the others saw nothing.
+
+        Args:
+            first: the number of the first of these among all.
+            heads: how many there are in all.
+        """
+        sums = Sums.nothing(self.statistics, heads, self.ratios_S2H.device)
+        of_sites = {statistic.name for statistic in self.statistics if statistic.per == "site"}
+        for mine, theirs, names in (
+            (self.ratios_S2H, sums.ratios_S2H, self._means),
+            (self.maxima_XH, sums.maxima_XH, self._maxima),
+        ):
+            theirs[..., first : first + self.heads] = mine
+            rows = [name in of_sites for name in names]
+            theirs[rows] = theirs[rows].roll(-first, -1)  # these stand at the first head of all
+        return sums
+
     @classmethod
     def side_by_side(cls, parts: Sequence[Sums]) -> Sums:
         """The sums of several heads, or groups of them, as those of one site."""

@@ -1,0 +1,122 @@
+"""Tensors that are spread over ranks, and what of them this rank holds.
+
+torch's tensor parallelism computes with `DTensor`, which stands for a whole tensor and holds a part of it. What is
+computed with one may communicate, so that nothing here is: only what the rank holds is looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_attn.capture.isolation import without_function_modes
+from lightning_attn.capture.refusals import KEYS_OF_OTHER_RANKS, SUMS_OF_RANKS, Refusal
+
+#: The axes of queries, keys and values (…, H, N, D), and of logits (…, N, M), that a rank must hold all of.
+_LAST_BUT_ONE, _LAST = -2, -1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an axis: of ``whole`` elements the ``held`` ones from ``start`` on."""
+
+    start: int
+    held: int
+    whole: int
+
+
+def ranks_may_share() -> bool:
+    """Whether there may be tensors that are spread over ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_spread(value: object) -> bool:
+    """Whether a tensor stands for one that is spread over ranks."""
+    # Asked for by name, since who has none need not import them.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def held(tensor: Any) -> Tensor:
+    """What this rank holds of such a tensor, the same object each time."""
+    with without_function_modes(), torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part
+
+
+def held_by_rank(*arguments: Any) -> Any:
+    """Some arguments with what this rank holds in the place of tensors that are spread over ranks.
+
+    Returns:
+        A tuple of them, in which lists, tuples and dictionaries are looked into one level down.
+    """
+    return tuple(_held_of(argument, deeper=True) for argument in arguments)
+
+
+def _held_of(value: Any, deeper: bool) -> Any:
+    if is_spread(value):
+        return held(value)
+    if deeper and isinstance(value, dict):
+        return {name: _held_of(item, deeper=True) for name, item in value.items()}
+    if deeper and type(value) in (tuple, list):
+        return type(value)(_held_of(item, deeper=False) for item in value)
+    return value
+
+
+def part_of(tensor: Any, axis: int) -> Part:
+    """Which part of an axis this rank holds of a tensor that is spread over ranks.
+
+    Args:
+        tensor: the tensor.
+        axis: the axis, from the first or from the last.
+    """
+    whole, start, size = int(tensor.shape[axis]), 0, int(tensor.shape[axis])
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # the rank holds nothing of it
+        return Part(0, 0, whole)
+    for dimension, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) in (axis % tensor.dim(), axis % tensor.dim() - tensor.dim()):
+            chunk = -(-size // tensor.device_mesh.size(dimension))
+            before = min(coordinate[dimension] * chunk, size)
+            start, size = start + before, min(chunk, size - before)
+    return Part(start, size, whole)
+
+
+def sharded_axes(tensor: Any) -> set[int]:
+    """The axes of such a tensor that are divided among ranks."""
+    # Asked for by name: shards that two strategies make of one axis have a class of their own.
+    axes = (getattr(placement, "dim", None) for placement in tensor.placements)
+    return {axis % tensor.dim() for axis in axes if isinstance(axis, int)}
+
+
+def refusal_of_call(operands: Iterable[object]) -> Refusal | None:
+    """Why an attention of queries, keys and values (…, H, N, D) cannot be read on this rank alone, if it cannot."""
+    return next(filter(None, (_refusal(operand) for operand in operands if is_spread(operand))), None)
+
+
+def refusal_of_logits(logits: Any) -> Refusal | None:
+    """Why logits (…, N, M) that are spread over ranks cannot be read on this rank alone, if they cannot."""
+    return _refusal(logits)
+
+
+def is_whole_but_for_sequences(tensor: Any) -> bool:
+    """Whether this rank holds all of a tensor (B, …) that is spread over ranks, or all of some sequences."""
+    return not _is_sum(tensor) and sharded_axes(tensor) <= {0}
+
+
+def _refusal(tensor: Any) -> Refusal | None:
+    if _is_sum(tensor):
+        return SUMS_OF_RANKS
+    dimensions = tensor.dim()
+    split = {axis - dimensions for axis in sharded_axes(tensor)}
+    return KEYS_OF_OTHER_RANKS if split & {_LAST, _LAST_BUT_ONE} else None
+
+
+def _is_sum(tensor: Any) -> bool:
+    return any(placement.is_partial() for placement in tensor.placements)
