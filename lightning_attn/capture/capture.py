@@ -62,7 +62,7 @@ class Sighting:
         read: reads it.
         device: asks where it is computed.
         states: tells the hidden states around it, where it tells them itself.
-        operands: its queries, keys and values, or its logits, as the model computes with them.
+        operands: its queries, keys and values, or its weights and values, as the model computes with them.
         rows: how many rows its softmax has, where nothing else of it may be known.
         is_told: whether the model tells of it, so that it may be seen in another way as well.
     """
@@ -126,6 +126,8 @@ class Capture:
         self._follower: SoftmaxFollower | None = None
         #: ``None`` where no rank shares anything with another.
         self._heads: HeadTrail | None = None
+        #: What the model computes with in the call that is seen now, where ranks may share it.
+        self._operands: Sequence[Tensor] = ()
         #: The query of the calls that are made now, as the model laid it out, where that is known.
         self._query: Tensor | None = None
 
@@ -157,7 +159,8 @@ class Capture:
         self._is_running = False
         self._attended = {}
         self._running.close()
-        self._follower, self._channels, self._heads = None, ChannelTrail(), None
+        self._follower, self._channels = None, ChannelTrail()
+        self._heads, self._operands = None, ()
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Look at one call of a torch function, which may be an attention or a part of one."""
@@ -166,10 +169,9 @@ class Capture:
             if declared is not None or function in SOFTMAXES:
                 self._leave_to_tracing()
             return
-        operands: Sequence[Tensor] = ()
         if self._heads is not None:
-            operands = tensors_among(args, kwargs)
-            self._heads.see(function, operands, result)
+            self._operands = tensors_among(args, kwargs)
+            self._heads.see(function, self._operands, result)
             args, kwargs, result = held_by_rank(args, kwargs, result)
         if declared is None:
             if self._follower is not None:
@@ -184,7 +186,7 @@ class Capture:
                 read=partial(declared.read, args, kwargs),
                 device=partial(device_of, (*args, *kwargs.values())),
                 states=None if declared.states is None else partial(declared.states, args, kwargs),
-                operands=operands,
+                operands=self._operands,
             )
         )
 
@@ -194,7 +196,8 @@ class Capture:
             return
         name = name_of_opaque(called)
         if self._heads is not None:
-            self._heads.see(called, tensors_among(args, kwargs), result)
+            self._operands = tensors_among(args, kwargs)
+            self._heads.see(called, self._operands, result)
             args, kwargs, result = held_by_rank(args, kwargs, result)
             if is_attention_of_travelling_keys(called):
                 self.take(_refusing(KEYS_OF_OTHER_RANKS), torch.device("cpu"))
@@ -223,7 +226,7 @@ class Capture:
                 attention.modules,
                 attention.read,
                 device=lambda: attention.device,
-                operands=(attention.softmax.logits,),
+                operands=self._operands,  # it is found at the product of its weights and values
                 rows=attention.rows,
             )
         )

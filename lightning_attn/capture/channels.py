@@ -33,6 +33,7 @@ from lightning_attn.capture.composition import (
 )
 from lightning_attn.capture.isolation import without_function_modes
 from lightning_attn.capture.making import Made, MadeByLayer, MadeByProduct, MadeOfSeveral, Origin
+from lightning_attn.capture.opaque import is_opaque
 
 #: Layers by the axis, counted from the last, in which they write channels.
 _LAYERS: dict[Callable[..., Any], int] = {
@@ -96,6 +97,8 @@ class ChannelTrail:
         with without_function_modes():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_nested:
+                    if is_opaque(function) and all(tensor.shape != operand.shape for operand in operands):
+                        continue  # as of a collective, which puts what ranks hold beside each other
                     if layer is not None:
                         made: Made = MadeByLayer(layer, origin)
                     elif function in _JOINS and len(sources) == len(operands):

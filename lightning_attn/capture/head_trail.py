@@ -21,23 +21,21 @@ from lightning_attn.capture.call_stack import innermost_module
 from lightning_attn.capture.head_share import HeadShare
 from lightning_attn.capture.module_tree import modules_of, parameters_of
 from lightning_attn.capture.refusals import HEADS_OF_OTHER_RANKS, Refusal
-from lightning_attn.capture.softmax.normalisation import SOFTMAXES
 from lightning_attn.capture.spread import (
     Part,
     held,
     is_spread,
     part_of,
     refusal_of_call,
-    refusal_of_logits,
     sharded_axes,
 )
 
 #: These make channels anew: what entered them tells nothing of the heads that leave.
 _LAYERS = {functional.linear, torch.addmm, Tensor.addmm}
 
-#: What libraries call the exchange of tokens for heads between ranks: each rank has other heads afterwards, of all
-#: tokens, and which of them only the library knows.
-_EXCHANGES = re.compile(r"AllToAll")
+#: What libraries call the exchange of tokens for heads between ranks, or of heads: each rank has other heads
+#: afterwards, and which of them only the library knows.
+_EXCHANGES = re.compile(r"AllToAll|AllGather|all_to_all|all_gather")
 #: And an attention whose keys travel from rank to rank.
 _TRAVELLING_KEYS = re.compile(r"Ring\w*Att|(ZigZag|Stripe)\w*Att|ContextParallel|WithCP|AttnFuncWith\w*KV")
 
@@ -69,32 +67,30 @@ class HeadTrail:
 
     def see(self, function: Any, operands: list[Tensor], result: object) -> None:
         """Note what a torch function made, or an operation that brings its own gradient."""
-        is_exchange = isinstance(function, type) and _EXCHANGES.search(function.__name__)
+        is_exchange = bool(_EXCHANGES.search(getattr(function, "__name__", "")))
         if not (self._is_divided or self._known or is_exchange or any(map(is_spread, (*operands, result)))):
             return  # data parallelism, where every rank has all heads
         try:
-            self._follow(function, operands, result)
+            self._follow(function, operands, result, is_exchange)
         except Exception as error:
             self._fault = error
 
-    def _follow(self, function: Any, operands: list[Tensor], result: object) -> None:
+    def _follow(self, function: Any, operands: list[Tensor], result: object, is_exchange: bool) -> None:
         holding = _of_marked(operands) or self._of_layer(function, operands, result)
         if holding is None:
             holding = next(filter(None, map(self._get, operands)), None)
-        if isinstance(function, type) and _EXCHANGES.search(function.__name__):
+        if is_exchange:
             holding = _Holding(refusal=HEADS_OF_OTHER_RANKS)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
                 self._note(tensor, holding)
-        if function in SOFTMAXES and operands and is_spread(operands[0]):
-            self._set(held(operands[0]), _Holding(refusal=refusal_of_logits(operands[0])))
 
     def of(self, operands: Sequence[Tensor]) -> HeadShare | None:
         """The share of the heads of an attention.
 
         Args:
-            operands: its queries, keys and values (…, H, N, D), or its logits, as the model computes with them. The
-                first of which anything is known tells.
+            operands: its queries, keys and values (…, H, N, D), or its weights (…, H, N, M) and values, as the model
+                computes with them. The first of which anything is known tells.
 
         Raises:
             UnreadableError: if a rank holds a part of the tokens, or it is known that the heads cannot be told.

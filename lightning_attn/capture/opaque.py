@@ -91,6 +91,11 @@ def name_of_opaque(called: Any) -> str:
     return str(called.__name__ if isinstance(called, type) else called.name)
 
 
+def is_opaque(function: Callable[..., Any]) -> bool:
+    """Whether a function is an operator of somebody's own (`torch.library`), of which nothing is known but its name."""
+    return type(function).__module__ == "torch._ops" and not str(function).startswith("aten.")
+
+
 class Scripts:
     """What is known of scripts by what they were compiled from."""
 

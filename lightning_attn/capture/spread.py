@@ -18,7 +18,7 @@ from torch import distributed as dist
 from lightning_attn.capture.isolation import without_function_modes
 from lightning_attn.capture.refusals import KEYS_OF_OTHER_RANKS, SUMS_OF_RANKS, Refusal
 
-#: The axes of queries, keys and values (…, H, N, D), and of logits (…, N, M), that a rank must hold all of.
+#: The axes of queries, keys and values (…, H, N, D), and of weights (…, H, N, M), that a rank must hold all of.
 _LAST_BUT_ONE, _LAST = -2, -1
 
 
@@ -48,6 +48,20 @@ def held(tensor: Any) -> Tensor:
     with without_function_modes(), torch.no_grad():
         part: Tensor = tensor.to_local()
     return part
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """A tensor that other ranks may be sending still, once it is there.
+
+    What they send stands in a class of torch's own until somebody computes with it. It is private; another torch may
+    have none, and tensors are what they are then.
+    """
+    kind = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    with without_function_modes():
+        waited: Tensor = tensor.trigger_wait()
+    return waited
 
 
 def held_by_rank(*arguments: Any) -> Any:
@@ -96,13 +110,12 @@ def sharded_axes(tensor: Any) -> set[int]:
 
 
 def refusal_of_call(operands: Iterable[object]) -> Refusal | None:
-    """Why an attention of queries, keys and values (…, H, N, D) cannot be read on this rank alone, if it cannot."""
+    """Why an attention cannot be read on this rank alone, if it cannot.
+
+    Args:
+        operands: queries, keys and values (…, H, N, D), or weights (…, H, N, M) and values.
+    """
     return next(filter(None, (_refusal(operand) for operand in operands if is_spread(operand))), None)
-
-
-def refusal_of_logits(logits: Any) -> Refusal | None:
-    """Why logits (…, N, M) that are spread over ranks cannot be read on this rank alone, if they cannot."""
-    return _refusal(logits)
 
 
 def is_whole_but_for_sequences(tensor: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_attn.capture.call import AttentionCall
-from lightning_attn.capture.spread import held, is_spread, is_whole_but_for_sequences
+from lightning_attn.capture.spread import arrived, held, is_spread, is_whole_but_for_sequences
 
 #: How many entries of a mask are looked at together.
 _BLOCK_ELEMENTS = 2**20
@@ -144,8 +144,9 @@ def _tensors(value: object) -> Iterator[Tensor]:
     """The tensors in arguments or results, in order. Nested tensors and those that divide tokens are left out."""
     if is_spread(value):
         if is_whole_but_for_sequences(value):
-            yield held(value)
+            yield arrived(held(value))
     elif isinstance(value, Tensor):
+        value = arrived(value)
         # A subclass with operations of its own may hold a part of what it stands for.
         if type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and not value.is_nested:
             yield value

@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from lightning_attn.capture.contraction import contraction, is_contraction, is_einsum_of_several
 from lightning_attn.capture.isolation import unheard
+from lightning_attn.capture.opaque import is_opaque
 from lightning_attn.capture.softmax import assembly, logits, normalisation, values
 from lightning_attn.capture.softmax.constants import TAKE_THE_SHAPE, follow_constants, meet_replaced_parameters
 from lightning_attn.capture.softmax.layout import keep
 from lightning_attn.capture.softmax.lost import follow_softmax_of_unknown
 from lightning_attn.capture.softmax.normalisation import SOFTMAXES
-from lightning_attn.capture.softmax.operation import Operation, is_opaque, name_of, tensors_among
+from lightning_attn.capture.softmax.operation import Operation, name_of, tensors_among
 from lightning_attn.capture.softmax.products import follow_channels, follow_product
 from lightning_attn.capture.softmax.ragged import follow_ragged, is_ragged
 from lightning_attn.capture.softmax.rearranged import follow_rearranged, loses_layout

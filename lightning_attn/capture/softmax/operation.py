@@ -102,8 +102,3 @@ def name_of(function: Callable[..., Any]) -> str:
     """What an operation is called, as a function, as a method, as an operator, in place, or as one of its overloads."""
     name = str(getattr(function, "__name__", ""))
     return (name.partition(".")[0] if "." in name else name).strip("_")
-
-
-def is_opaque(function: Callable[..., Any]) -> bool:
-    """Whether a function is an operator of somebody's own (`torch.library`), of which nothing is known but its name."""
-    return type(function).__module__ == "torch._ops" and not str(function).startswith("aten.")
