@@ -1,4 +1,4 @@
-"""A call in a few words: which keys are seen, and how it was computed.
+"""A call in a few words: its heads, which keys are seen, and how it was computed.
 
 Shape suffixes as in `lightning_attn.capture.call`.
 """
@@ -30,6 +30,17 @@ def seen_keys(call: AttentionCall) -> str:
         return f"{visible_BHNM.float().mean():.0%} of keys{padding}"
     furthest = int(torch.where(visible_BHNM, back_NM, 0).max())
     return f"earlier keys{padding}" if furthest + 1 >= call.keys else f"the last {furthest + 1} keys{padding}"
+
+
+def heads(call: AttentionCall) -> str:
+    """How many heads a call has, and which where ranks divide them."""
+    parts = [f"{call.heads}"]
+    if call.group > 1:
+        parts.append(f"in groups of {call.group}")
+    if call.share is not None:
+        first, in_all = call.share.of_heads(call.heads)
+        parts.append(f"from #{first} of {in_all}")
+    return " ".join(parts)
 
 
 def source(call: AttentionCall) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
-from lightning_attn.capture.description import seen_keys, source
+from lightning_attn.capture.description import heads, seen_keys, source
 from lightning_attn.capture.passes import PassesOfSites
 from lightning_attn.capture.reader import check_sequences
 from lightning_attn.capture.report import SiteFaults, warn_of_nothing
@@ -52,8 +52,7 @@ class Recording:
         """
         lines: dict[tuple[str, ...], int] = {}
         for call in self.calls:
-            heads = f"{call.heads}" if call.group == 1 else f"{call.heads} in groups of {call.group}"
-            line = (call.site, heads, f"{call.queries} × {call.keys}", seen_keys(call), source(call))
+            line = (call.site, heads(call), f"{call.queries} × {call.keys}", seen_keys(call), source(call))
             lines[line] = lines.get(line, 0) + 1
         head = ("site", "calls", "heads", "queries × keys", "see", "read from")
         return "\n".join(aligned([head, *((site, f"{n}", *rest) for (site, *rest), n in lines.items())], "<>><<<"))

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_attn import AttentionObserver, AttentionWarning, observe
+from lightning_attn import AttentionObserver, AttentionWarning, observe, record
 from lightning_attn.statistics import known_statistics
 from lightning_attn.statistics.state_statistic import StateStatistic
 
@@ -274,6 +274,19 @@ def test_two_ranks_with_half_of_the_heads_each_see_all_of_them(ranks: RankPool, 
 @pytest.mark.parametrize("attention", [Attention, OneKeyHead, Fused, Written, HeadByHead])
 def test_four_ranks_with_a_head_each_see_all_of_them(ranks: RankPool, attention: type[Attention]) -> None:
     assert_equal(ranks(tensor_parallel, attention, ranks=4), observed(made(attention), batch()))
+
+
+def recorded() -> str:
+    model = divide(made(FewerKeyHeads), mesh_of_all())
+    with record(model, sites="blocks.0.*") as recording:
+        model(batch())
+    return str(recording).splitlines()[1]
+
+
+def test_a_recording_tells_which_heads_a_rank_has(ranks: RankPool) -> None:
+    first, second = ranks(recorded)
+    assert "2 in groups of 2 from #0 of 4" in first
+    assert "2 in groups of 2 from #2 of 4" in second
 
 
 def without_gradients(attention: type[Attention]) -> Values:
