@@ -28,14 +28,18 @@ from lightning_attn.capture.spread import (
     part_of,
     refusal_of_call,
     sharded_axes,
+    sharding,
 )
 
-#: These make channels anew: what entered them tells nothing of the heads that leave.
-_LAYERS = {functional.linear, torch.addmm, Tensor.addmm}
+#: These make channels anew: what entered them tells nothing of the heads that leave. By the axis of the weight that has
+#: the channels.
+_LAYERS: dict[Any, int] = {functional.linear: 0, torch.addmm: 1, Tensor.addmm: 1}
 
-#: What libraries call the exchange of tokens for heads between ranks, or of heads: each rank has other heads
-#: afterwards, and which of them only the library knows.
-_EXCHANGES = re.compile(r"AllToAll|AllGather|all_to_all|all_gather")
+#: What libraries call the exchange of tokens for heads between ranks: each rank has other heads afterwards, and which
+#: of them only the library knows.
+_EXCHANGES = re.compile(r"AllToAll|all_to_all")
+#: Putting together what ranks hold, of which that is as true where it is heads.
+_GATHERS = re.compile(r"AllGather|all_gather")
 #: And an attention whose keys travel from rank to rank.
 _TRAVELLING_KEYS = re.compile(r"Ring\w*Att|(ZigZag|Stripe)\w*Att|ContextParallel|WithCP|AttnFuncWith\w*KV")
 
@@ -71,15 +75,17 @@ class HeadTrail:
         if not (self._is_divided or self._known or is_exchange or any(map(is_spread, (*operands, result)))):
             return  # data parallelism, where every rank has all heads
         try:
-            self._follow(function, operands, result, is_exchange)
+            self._follow(function, operands, result)
         except Exception as error:
             self._fault = error
 
-    def _follow(self, function: Any, operands: list[Tensor], result: object, is_exchange: bool) -> None:
+    def _follow(self, function: Any, operands: list[Tensor], result: object) -> None:
         holding = _of_marked(operands) or self._of_layer(function, operands, result)
         if holding is None:
             holding = next(filter(None, map(self._get, operands)), None)
-        if is_exchange:
+        name = getattr(function, "__name__", "")
+        is_share = holding is not None and holding.share is not None
+        if _EXCHANGES.search(name) or (is_share and _GATHERS.search(name)):
             holding = _Holding(refusal=HEADS_OF_OTHER_RANKS)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
@@ -111,22 +117,23 @@ class HeadTrail:
 
     def _of_layer(self, function: Any, operands: list[Tensor], result: object) -> _Holding | None:
         """What a layer made of plain tensors; ``None`` for what is no layer."""
-        if function not in _LAYERS or not isinstance(result, Tensor) or is_spread(result):
+        if function not in _LAYERS or not isinstance(result, Tensor) or is_spread(result) or not result.numel():
             return None
         of_weight = next(filter(None, map(self._get, operands[1:])), None)
         if of_weight is not None and of_weight.share is not None:
             return of_weight
         module = innermost_module() if self._weights else None
         weights = [] if module is None else self._weights.get(module, [])
-        width, axes = result.shape[-1], (0, 1)
-        if any(width == weight.shape[axis] for weight in weights for axis in axes):
+        width, axis = result.shape[-1], _LAYERS[function]
+        if any(width == weight.shape[axis] for weight in weights):
             return _WHOLE
         # Some libraries compute with what a rank holds of its weights where no gradient is wanted.
-        parts = [part_of(weight, axis) for weight in weights for axis in axes]
-        part = next((part for part in parts if part.held == width), None)
-        if part is None and any(len(weight.placements) > 1 and weight.shape[0] % width == 0 for weight in weights):
-            return _Holding(refusal=HEADS_OF_OTHER_RANKS)  # divided twice, of which one is undone
-        return _WHOLE if part is None else _Holding(HeadShare.of(part))
+        part = next((part for part in (part_of(weight, axis) for weight in weights) if part.held == width), None)
+        if part is not None:
+            return _Holding(HeadShare.of(part))
+        # Divided twice, by heads and to shard it, of which one is undone.
+        is_unclear = any(len(sharding(weight, axis)) > 1 and weight.shape[axis] % width == 0 for weight in weights)
+        return _Holding(refusal=HEADS_OF_OTHER_RANKS) if is_unclear else _WHOLE
 
     def _note(self, tensor: Tensor, holding: _Holding | None) -> None:
         if is_spread(tensor):

@@ -94,19 +94,24 @@ def part_of(tensor: Any, axis: int) -> Part:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # the rank holds nothing of it
         return Part(0, 0, whole)
-    for dimension, placement in enumerate(tensor.placements):
-        if getattr(placement, "dim", None) in (axis % tensor.dim(), axis % tensor.dim() - tensor.dim()):
-            chunk = -(-size // tensor.device_mesh.size(dimension))
-            before = min(coordinate[dimension] * chunk, size)
-            start, size = start + before, min(chunk, size - before)
+    for dimension in sharding(tensor, axis):
+        chunk = -(-size // tensor.device_mesh.size(dimension))
+        before = min(coordinate[dimension] * chunk, size)
+        start, size = start + before, min(chunk, size - before)
     return Part(start, size, whole)
+
+
+def sharding(tensor: Any, axis: int) -> list[int]:
+    """The dimensions of its mesh of ranks that divide an axis of a tensor."""
+    axis %= tensor.dim()
+    # Asked for by name: shards that two strategies make of one axis have a class of their own.
+    axes = (getattr(placement, "dim", None) for placement in tensor.placements)
+    return [dimension for dimension, sharded in enumerate(axes) if sharded in (axis, axis - tensor.dim())]
 
 
 def sharded_axes(tensor: Any) -> set[int]:
     """The axes of such a tensor that are divided among ranks."""
-    # Asked for by name: shards that two strategies make of one axis have a class of their own.
-    axes = (getattr(placement, "dim", None) for placement in tensor.placements)
-    return {axis % tensor.dim() for axis in axes if isinstance(axis, int)}
+    return {axis for axis in range(tensor.dim()) if sharding(tensor, axis)}
 
 
 def refusal_of_call(operands: Iterable[object]) -> Refusal | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -331,6 +332,33 @@ def test_ranks_that_compute_all_heads_each_are_not_taken_for_parts(
     ranks: RankPool, divided: Callable[[], Values]
 ) -> None:
     assert_equal(ranks(divided), observed(made(Attention), batch()))
+
+
+class GathersHeads(Attention):
+    """With a collective of its own, of which nobody can tell what it puts where."""
+
+    def projected(self, tokens: Tensor) -> list[Tensor]:
+        return [torch.cat(all_gather(tensor), dim=1) for tensor in super().projected(tokens)]
+
+
+def with_heads_gathered_by_hand() -> tuple[Values, list[str]]:
+    mesh, model = mesh_of_all(), made(GathersHeads)
+    for block in model.blocks:
+        parallelize_module(block.attention, mesh, {name: ColwiseParallel() for name in ("query", "key", "value")})
+    observer = AttentionObserver(model, statistics="entropy")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with observer:
+            model(batch())
+        values = observer.snapshot().to_dict()
+    return values, [str(warning.message) for warning in said if issubclass(warning.category, AttentionWarning)]
+
+
+def test_heads_that_the_model_gathers_itself_are_refused(ranks: RankPool) -> None:
+    for values, said in ranks(with_heads_gathered_by_hand):
+        assert values == {}
+        assert len(said) == 2
+        assert all("divided among ranks, and which of them are computed here cannot be told" in line for line in said)
 
 
 def with_divided_sequences() -> Values:

@@ -31,7 +31,8 @@ SIZES = {
 }
 CONFIGURATIONS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
-    "qwen3": (transformers.Qwen3Config, {"head_dim": 8}),
+    # Twice as wide as its states, so that a rank's part of the queries is as wide as what they are made of.
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 8}),
     "gpt_oss": (transformers.GptOssConfig, {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "deepseek_v3": (
