@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from listening import collectives, hearing
 from rank_pool import Raised, RankPool
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_attn import AttentionObserver, AttentionWarning
+from lightning_attn import AttentionObserver
 from lightning_attn.capture.report import Messages
 from lightning_attn.distributed import RankReduction
 from lightning_attn.statistics import resolve
@@ -28,39 +26,6 @@ CPU = torch.device("cpu")
 FIRST, STEADY = ["MAX", "gather", "MAX", "SUM"], ["MAX", "SUM"]
 #: News for which the layout has room already.
 SAID = ["MAX", "gather", "SUM"]
-
-
-@contextmanager
-def collectives() -> Iterator[list[str]]:
-    """The collectives that are called inside the block."""
-    called: list[str] = []
-    all_reduce, gather = dist.all_reduce, dist.all_gather_object
-
-    def seen_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
-        called.append("MAX" if op == dist.ReduceOp.MAX else "SUM")
-        return all_reduce(tensor, op=op, **options)
-
-    def seen_gather(*arguments: Any, **options: Any) -> Any:
-        called.append("gather")
-        return gather(*arguments, **options)
-
-    dist.all_reduce, dist.all_gather_object = seen_all_reduce, seen_gather
-    try:
-        yield called
-    finally:
-        dist.all_reduce, dist.all_gather_object = all_reduce, gather
-
-
-@contextmanager
-def hearing() -> Iterator[list[str]]:
-    """The warnings of ours that are given inside the block."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield said
-        finally:
-            said += [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
 
 
 def sums(*names: str, value: float = 0.5) -> Sums:

@@ -182,8 +182,15 @@ class AttentionMonitor(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Have the first batch of a validation run watched; ranks that have none request it too, and add nothing."""
-        if self._stage == "validate" and not trainer.sanity_checking:
-            self._watch(trainer, pl_module, "validation_step")
+        if self._stage != "validate" or trainer.sanity_checking:
+            return
+        if trainer.world_size > 1 and _allows_no_batches(trainer, pl_module):
+            self._notices.warn(
+                "Validation is not watched, since `allow_zero_length_dataloader_with_multiple_devices` is set: a rank "
+                "whose dataloader has no batches then leaves validation out, and the others would wait for it."
+            )
+            return
+        self._watch(trainer, pl_module, "validation_step")
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -259,6 +266,14 @@ class AttentionMonitor(Callback):
                     batch_size=1,
                     add_dataloader_idx=False,
                 )
+
+
+def _allows_no_batches(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+    """Whether a rank may leave a loop out, all its hooks with it, that other ranks run."""
+    return any(
+        getattr(hooks, "allow_zero_length_dataloader_with_multiple_devices", False)
+        for hooks in (pl_module, getattr(trainer, "datamodule", None))
+    )
 
 
 @contextmanager
