@@ -1,22 +1,26 @@
 """Joining the sums of all ranks, in two collectives of a fixed shape.
 
 Every rank packs what it found into two tensors that are laid out alike everywhere: one whose entries add, one of which
-the largest entries count. The layout is a list of sites and their numbers of heads. A rank that meets a site it does
-not know raises a flag in the second tensor; all ranks see it, exchange what they know, and pack again.
+the largest entries count. The second one also holds what ranks tell each other. A rank with news, such as a site that
+the layout has no place for, raises a flag in it; all ranks see that, exchange their news, and pack again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import NamedTuple
+from weakref import ReferenceType, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_attn.capture.report import AttentionWarning
+from lightning_attn.capture.report import AttentionWarning, Messages
+from lightning_attn.layout import Layout
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.statistic import Statistic
 
@@ -31,30 +35,64 @@ def is_rank_zero() -> bool:
     return world_size() == 1 or dist.get_rank() == 0
 
 
+class _Found(NamedTuple):
+    """What this rank found, and was asked for."""
+
+    sums: Mapping[str, Sums]
+    statistics: Sequence[type[Statistic]]
+
+    @property
+    def heads(self) -> dict[str, int]:
+        return {site: sums.heads for site, sums in self.sums.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(statistic.name for statistic in self.statistics)
+
+
 class _Signals(NamedTuple):
-    unknown_site: bool
+    """What ranks tell each other with every capture."""
+
+    have_news: bool
+    ask_alike: bool
+    smallest_step: int
     failed: set[str]
     ran: list[str]
+
+
+class _News(NamedTuple):
+    """What a rank tells the others when one of them has news."""
+
+    heads: dict[str, int]
+    statistics: tuple[str, ...]
+    numbers: int
+    messages: list[tuple[str, str]]
 
 
 class RankReduction:
     """Joins the sums of all ranks and remembers the layout from capture to capture.
 
     In the steady state a capture costs one ``all_reduce(MAX)`` and one ``all_reduce(SUM)``, whatever the number of
-    sites, heads and statistics; a new site costs one exchange of names more. In a single process it costs none.
+    sites, heads and statistics. A new site, a statistic that is asked for the first time, or something to be said,
+    costs one exchange more. In a single process it costs none.
     """
 
     def __init__(self) -> None:
-        self._heads: dict[str, int] = {}
+        self._layout = Layout()
+        self._agreed_in: ReferenceType[dist.ProcessGroup] | None = None
+        self._told_of_steps = False
+        #: The step of the capture: the next call replaces it by the largest of all ranks.
+        self.step = 0
         #: Numbers to agree on, as many on every rank: the next call replaces each by the largest of all ranks.
         self.numbers: list[float] = []
 
     def __call__(
         self,
-        found: dict[str, Sums],
+        found: Mapping[str, Sums],
         statistics: Sequence[type[Statistic]],
         quiet: set[str],
         device: torch.device,
+        messages: Messages | None = None,
     ) -> dict[str, Sums]:
         """Join the sums of all ranks. Every rank calls this, also one that found nothing.
 
@@ -63,100 +101,142 @@ class RankReduction:
             statistics: the statistics, the same on every rank.
             quiet: sites that failed on this rank; those that failed on another are added.
             device: where the collectives run.
+            messages: what this rank has to say; what another rank says is taken out.
 
         Returns:
             The joined sums of each site that ran on some rank, on the CPU.
+
+        Raises:
+            ValueError: on every rank, if they were not asked for the same.
+            RuntimeError: if not all ranks came.
         """
-        if world_size() == 1:
-            self._heads = _merged(self._heads, _heads(found))
-        signals, maxima = self._join_maxima(found, statistics, quiet, device)
-        if signals.unknown_site:
-            self._exchange_layouts(found, quiet)
-            signals, maxima = self._join_maxima(found, statistics, quiet, device)
-        ratios = self._join_ratios(found, statistics, device)
+        mine = _Found(found, statistics)
+        mine = _Found(found, statistics)
+        messages = Messages() if messages is None else messages
+        self._begin(mine)
+        ratios, maxima = self._layout.packed(found, statistics, device)
+        signals, maxima = self._join_maxima(mine, maxima, quiet, messages)
+        if signals.have_news or not signals.ask_alike:
+            before = self._layout
+            self._exchange_news(mine, quiet, messages)
+            if self._layout != before:
+                ratios, maxima = self._layout.packed(found, statistics, device)
+                signals, maxima = self._join_maxima(mine, maxima, quiet, messages)
+        ratios = self._reduced(ratios, dist.ReduceOp.SUM)
         quiet.update(signals.failed)
-        joined = self._unpack(ratios, maxima, statistics)
+        self._warn_of_steps(signals.smallest_step)
+        joined = self._layout.unpacked(ratios, maxima, statistics)
         return {site: joined[site] for site in signals.ran if site not in quiet}
 
+    def _begin(self, mine: _Found) -> None:
+        """Alone, know at once what there is to know; with others than before, forget what was agreed."""
+        if world_size() == 1:
+            self._layout = Layout(self._layout.heads).joined(mine.heads, mine.statistics, len(self.numbers))
+            self._agreed_in = None
+            return
+        group = dist.group.WORLD
+        if group is not None and (self._agreed_in is None or self._agreed_in() is not group):
+            self._layout, self._agreed_in = Layout(), ref(group)
+
     def _join_maxima(
-        self, found: dict[str, Sums], statistics: Sequence[type[Statistic]], quiet: set[str], device: torch.device
+        self, mine: _Found, maxima: Tensor, quiet: set[str], messages: Messages
     ) -> tuple[_Signals, Tensor]:
-        """What any rank has to say, and the largest entries of all ranks."""
-        sites = list(self._heads)
-        unknown = any(self._heads.get(site) != heads for site, heads in _heads(found).items())
-        says = [unknown, *(site in quiet for site in sites), *(site in found for site in sites)]
-        maxima = torch.cat([sums.maxima_XH.flatten() for sums in self._laid_out(found, statistics, device)])
-        packed = torch.cat([torch.tensor([*says, *self.numbers], dtype=maxima.dtype).to(maxima.device), maxima])
-        if world_size() > 1:
-            dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-        said, numbers, maxima = packed.cpu().split([len(says), len(self.numbers), len(maxima)])
-        self.numbers = numbers.tolist()
-        unknown, *flags = said.bool().tolist()
-        failed, ran = flags[: len(sites)], flags[len(sites) :]
-        return _Signals(unknown, set(compress(sites, failed)), list(compress(sites, ran))), maxima
+        """What ranks tell each other, and the largest entries of all ranks."""
+        layout, sites = self._layout, self._layout.sites
+        has_news = bool(messages.held) or not layout.has_room(mine.heads, mine.statistics, len(self.numbers))
+        asked = crc32(repr((mine.names, len(self.numbers))).encode())
+        says = [has_news, self.step, -self.step, asked, -asked]
+        flags = [*(site in quiet for site in sites), *(site in mine.sums for site in sites)]
+        numbers = (self.numbers + [-torch.inf] * layout.numbers)[: layout.numbers]
+        told = torch.tensor([*says, *flags, *numbers], dtype=maxima.dtype).to(maxima.device)
+        joined = self._reduced(torch.cat([told, maxima]), dist.ReduceOp.MAX)
+        said, flagged, agreed, maxima = joined.split([len(says), len(flags), len(numbers), len(maxima)])
+        self.numbers = [*agreed.tolist(), *self.numbers[len(numbers) :]][: len(self.numbers)]
+        have_news, step, minus_smallest, asked, minus_asked = said.tolist()
+        self.step = int(step)
+        failed, ran = flagged.bool().view(2, len(sites)).tolist()
+        signals = _Signals(
+            have_news=bool(have_news),
+            ask_alike=asked == -minus_asked,
+            smallest_step=-int(minus_smallest),
+            failed=set(compress(sites, failed)),
+            ran=list(compress(sites, ran)),
+        )
+        return signals, maxima
 
-    def _join_ratios(
-        self, found: dict[str, Sums], statistics: Sequence[type[Statistic]], device: torch.device
-    ) -> Tensor:
-        packed = torch.cat([sums.ratios_S2H.flatten() for sums in self._laid_out(found, statistics, device)])
-        if world_size() > 1:
-            dist.all_reduce(packed, op=dist.ReduceOp.SUM)
-        return packed.cpu()
-
-    def _laid_out(
-        self, found: dict[str, Sums], statistics: Sequence[type[Statistic]], device: torch.device
-    ) -> Iterator[Sums]:
-        """The sums of every known site, nothing where this rank has none; and an empty one, lest there be none."""
-        yield Sums.nothing(statistics, 0, device)
-        for site, heads in self._heads.items():
-            sums = found.get(site)
-            if sums is None or sums.heads != heads:
-                sums = Sums.nothing(statistics, heads, device)
-            yield Sums(statistics, sums.ratios_S2H.to(device), sums.maxima_XH.to(device))
-
-    def _unpack(self, ratios: Tensor, maxima: Tensor, statistics: Sequence[type[Statistic]]) -> dict[str, Sums]:
-        """The sums of every known site, from the order in which `_laid_out` has them."""
-        maxima_count = sum(statistic.joined_by == "max" for statistic in statistics)
-        means_count = len(statistics) - maxima_count
-        heads = list(self._heads.values())
-        of_ratios = torch.split(ratios, [2 * means_count * count for count in heads])
-        of_maxima = torch.split(maxima, [maxima_count * count for count in heads])
-        return {
-            site: Sums(statistics, ratios_.view(means_count, 2, count), maxima_.view(maxima_count, count))
-            for site, count, ratios_, maxima_ in zip(self._heads, heads, of_ratios, of_maxima, strict=True)
-        }
-
-    def _exchange_layouts(self, found: dict[str, Sums], quiet: set[str]) -> None:
-        """Agree on the sites and their numbers of heads; a site on which ranks disagree is given up by all."""
-        layouts: list[dict[str, int]] = [{} for _ in range(world_size())]
-        dist.all_gather_object(layouts, _heads(found))
-        agreed = self._heads
-        for layout in layouts:
-            agreed = _merged(agreed, layout)
-        for site in dict.fromkeys(site for layout in layouts for site in layout):
-            counts = sorted({layout[site] for layout in layouts if site in layout})
-            agreed[site] = counts[-1]
-            if len(counts) > 1 and site not in quiet:
+    def _exchange_news(self, mine: _Found, quiet: set[str], messages: Messages) -> None:
+        """Agree on the layout and on who says what; a site on whose heads ranks disagree is given up by all."""
+        news = [_News(mine.heads, mine.names, len(self.numbers), list(messages.held))] * world_size()
+        with self._expecting_all_ranks():
+            dist.all_gather_object(news, news[0])
+        _refuse_other_requests(news)
+        counts: dict[str, set[int]] = {}
+        for of_rank in news:
+            for site, heads in of_rank.heads.items():
+                counts.setdefault(site, set()).add(heads)
+        for of_rank in news:
+            largest = {site: max(counts[site]) for site in of_rank.heads}
+            self._layout = self._layout.joined(largest, mine.statistics, of_rank.numbers)
+        for site in counts:
+            if len(counts[site]) > 1 and site not in quiet:
                 quiet.add(site)
-                warnings.warn(
-                    f"Ranks count {' and '.join(map(str, counts))} heads at {site!r}; it is not watched.",
-                    AttentionWarning,
-                    stacklevel=4,
+                if is_rank_zero():
+                    counted = " and ".join(map(str, sorted(counts[site])))
+                    _warn(f"Ranks count {counted} heads at {site!r}; it is not watched.")
+        messages.share([of_rank.messages for of_rank in news], dist.get_rank())
+
+    def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """A tensor joined over all ranks, on the CPU."""
+        if world_size() == 1:
+            return tensor.cpu()
+        with self._expecting_all_ranks():
+            dist.all_reduce(tensor, op=operation)
+            return tensor.cpu()
+
+    @contextmanager
+    def _expecting_all_ranks(self) -> Iterator[None]:
+        """Say in words of the owner of the run what it means that a collective fails."""
+        try:
+            yield
+        except RuntimeError as error:  # those of torch.distributed and of every backend are
+            raise RuntimeError(
+                f"The attention statistics of step {self.step} cannot be joined, since not all of the {world_size()} "
+                f"ranks came to join them; this is rank {dist.get_rank()}. The usual reasons: ranks have different "
+                "numbers of batches; an exception on another rank, which is what to look at then; "
+                "`trainer.should_stop` or `on_train_batch_start` returning -1 on one rank only; or, without a Trainer, "
+                f"`snapshot` called on some ranks only or inside torch's `Join`. Cause: {error}"
+            ) from error
+
+    def _warn_of_steps(self, smallest: int) -> None:
+        if smallest != self.step and not self._told_of_steps:
+            self._told_of_steps = True
+            if is_rank_zero():
+                _warn(
+                    f"Ranks are out of step: a capture is of step {smallest} on one and of step {self.step} on "
+                    "another, and counts as one of the latter. They have different numbers of batches, or an optimiser "
+                    "stepped on some ranks only."
                 )
-        self._heads = agreed
 
 
-def _merged(known: dict[str, int], met: dict[str, int]) -> dict[str, int]:
-    """The heads of two layouts, in the order in which sites run: one that was skipped before is put where it ran."""
-    order = list(known)
-    place = 0
-    for site in met:
-        if site not in known:
-            order.insert(place, site)
-        place = order.index(site) + 1
-    together = known | met
-    return {site: together[site] for site in order}
+def _refuse_other_requests(news: Sequence[_News]) -> None:
+    """Refuse to join what was not asked for alike.
+
+    Raises:
+        ValueError: if ranks were asked for different statistics, or by different numbers of callbacks.
+    """
+    first = news[0]
+    for rank, of_rank in enumerate(news):
+        if of_rank.statistics != first.statistics:
+            raise ValueError(
+                "All ranks must ask for the same statistics in the same order, but rank 0 asks for "
+                f"{list(first.statistics)}, and rank {rank} for {list(of_rank.statistics)}."
+            )
+        if of_rank.numbers != first.numbers:
+            raise ValueError(
+                f"All ranks must have the same callbacks, but {first.numbers} of them watch this step on rank 0, and "
+                f"{of_rank.numbers} on rank {rank}."
+            )
 
 
-def _heads(found: dict[str, Sums]) -> dict[str, int]:
-    return {site: sums.heads for site, sums in found.items()}
+def _warn(message: str) -> None:
+    warnings.warn(message, AttentionWarning, stacklevel=2)

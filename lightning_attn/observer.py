@@ -17,7 +17,7 @@ from lightning_attn.capture.module_tree import parameters_of
 from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.states import HiddenStates
-from lightning_attn.distributed import RankReduction, is_rank_zero
+from lightning_attn.distributed import RankReduction, is_rank_zero, world_size
 from lightning_attn.findings import Findings
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
@@ -89,6 +89,7 @@ class AttentionObserver:
             raise RuntimeError("This observer is watching already; leave its `with` block first.")
         if self._leaves_out():
             return self
+        self._faults.messages.are_held_back = world_size() > 1
         if self._small is None and not self.request.strict:  # a fault is to be raised where it happens
             self._small = SmallCalls(self.request.statistics, self.request.spectral_sequences)
         self._capture = Capture(
@@ -111,31 +112,50 @@ class AttentionObserver:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.__exit__(kind, error, trace)
+        if kind is not None:
+            self._faults.messages.release()
 
     def snapshot(self, step: int = 0) -> Snapshot:
         """The statistics of what was seen since the last snapshot, joined over all ranks.
 
-        Where several processes train together, each of them must call this, also one that saw nothing.
+        Where several processes train together, each of them must call this, also one that saw nothing, and after the
+        same step. Inside torch's `Join` a rank that has no batches left does not come to it: watch there, and take the
+        snapshot after the block.
 
         Args:
-            step: the optimiser step, which the snapshot carries.
+            step: the optimiser step, which the snapshot carries; the largest where ranks are out of step, which is
+                said.
+
+        Raises:
+            RuntimeError: if not all ranks came.
+            ValueError: on every rank, if they were not asked for the same statistics.
         """
         self._measure_small()
         for site in self._findings.sites_in_loops:
             with self._reporting(site):
                 self._findings.end_loop(site)
         found = self._without_pieces(self._findings.all())
-        self.forget()
-        sums = self.reduction(found, self.request.statistics, self._faults.quiet, self._device or self._model_device())
+        self._clear()
+        self.reduction.step = step
+        device = self._device or self._model_device()
+        messages = self._faults.messages
+        try:
+            sums = self.reduction(found, self.request.statistics, self._faults.quiet, device, messages)
+        finally:
+            messages.release()
         if not (sums or self._faults.reported or self._saw_attention):
             self._saw_attention = True  # said once
             if is_rank_zero():
                 warn_of_nothing(self.model, self.request.sites)
         self._saw_attention |= bool(sums)
-        return Snapshot.from_sums(step, sums, self.request.names)
+        return Snapshot.from_sums(self.reduction.step, sums, self.request.names)
 
     def forget(self) -> None:
         """Drop what was seen since the last snapshot."""
+        self._clear()
+        self._faults.messages.release()
+
+    def _clear(self) -> None:
         self._findings = Findings()
         self._small = None
 

@@ -297,7 +297,6 @@ IN_CAPTURES = [
     nobody_found_anything,
     a_site_that_appears_later,
     a_site_that_is_gone_for_a_while,
-    different_numbers_of_heads,
     both_change_their_number_of_heads,
     a_fault_on_one_rank,
     a_fault_on_one_rank_at_the_first_capture,
@@ -367,7 +366,8 @@ def test_a_site_that_did_not_run_is_left_out_and_comes_back_for_free(ranks: Any)
 def test_a_site_on_whose_heads_ranks_disagree_is_given_up_aloud_on_both(ranks: Any) -> None:
     for rank in ranks:
         first, second = rank
-        assert first["said"] == ["Ranks count 2 and 3 heads at 'a'; it is not watched."]
+        said = ["Ranks count 2 and 3 heads at 'a'; it is not watched."]
+        assert first["said"] == (said if rank is ranks[0] else [])
         assert second["said"] == []
         for capture in rank:
             assert capture["quiet"] == ["a"]

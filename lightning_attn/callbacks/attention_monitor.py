@@ -180,24 +180,28 @@ class AttentionMonitor(Callback):
             self._log_callback_metrics(pl_module)
         self._schedule.batch_ends(trainer, was_watched, was_captured)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the first batch of a validation run watched; ranks that have none request it too, and add nothing."""
+        if self._stage != "validate" or trainer.sanity_checking:
+            return
+        if trainer.world_size > 1 and _allows_no_batches(trainer, pl_module):
+            self._notices.warn(
+                "Validation is not watched, since `allow_zero_length_dataloader_with_multiple_devices` is set: a rank "
+                "whose dataloader has no batches then leaves validation out, and the others would wait for it."
+            )
+            return
+        self._watch(trainer, pl_module, "validation_step")
+
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Have the first batch of a validation run watched."""
-        if self._stage == "validate" and batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking:
-            self._watch(trainer, pl_module, "validation_step")
+        """Do not take the first batch of another dataloader for it, where the first dataloader is empty."""
+        if self._stage == "validate" and self._is_watching and dataloader_idx > 0:
+            CaptureSession.of(trainer).pass_over()
 
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Take the snapshot of a watched batch."""
-        if self._is_watching:
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the snapshot of the watched batch, where every rank comes, however many batches it had."""
+        if self._stage == "validate" and self._is_watching:
             self._take_snapshot(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -262,6 +266,14 @@ class AttentionMonitor(Callback):
                     batch_size=1,
                     add_dataloader_idx=False,
                 )
+
+
+def _allows_no_batches(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+    """Whether a rank may leave a loop out, all its hooks with it, that other ranks run."""
+    return any(
+        getattr(hooks, "allow_zero_length_dataloader_with_multiple_devices", False)
+        for hooks in (pl_module, getattr(trainer, "datamodule", None))
+    )
 
 
 @contextmanager

@@ -89,6 +89,10 @@ class CaptureSession:
             self.numbers = self._observer.reduction.numbers
         return self._snapshot
 
+    def pass_over(self) -> None:
+        """Do not watch the next step after all; ranks collect all the same."""
+        self._restore()
+
     def close(self) -> None:
         """Give up a step that was to be watched and never ended."""
         self._restore()

@@ -17,6 +17,48 @@ class AttentionWarning(UserWarning):
     """Something about the attention of a model, or about watching it, that its owner should know."""
 
 
+class Messages:
+    """What is to be said, each thing once: at once, or held back until it is known which rank is to say it."""
+
+    def __init__(self) -> None:
+        #: Whether several ranks may have the same to say.
+        self.are_held_back = False
+        #: What this rank has to say, by site and kind of fault.
+        self.held: dict[tuple[str, str], str] = {}
+        #: What was said, or is held back, on some rank.
+        self.known: set[tuple[str, str]] = set()
+
+    def say(self, site: str, kind: str, message: str) -> None:
+        """Say something of a site, unless a message of that kind was said of it before."""
+        if (site, kind) in self.known:
+            return
+        self.known.add((site, kind))
+        if self.are_held_back:
+            self.held[site, kind] = message
+        else:
+            warnings.warn(message, AttentionWarning, stacklevel=3)
+
+    def share(self, of_ranks: Sequence[Sequence[tuple[str, str]]], rank: int) -> None:
+        """Leave to the lowest rank that has it what several have to say.
+
+        Args:
+            of_ranks: what each rank holds back.
+            rank: the number of this one.
+        """
+        lowest: dict[tuple[str, str], int] = {}
+        for speaker, held in enumerate(of_ranks):
+            for what in held:
+                lowest.setdefault(what, speaker)
+        self.known |= lowest.keys()
+        self.held = {what: message for what, message in self.held.items() if lowest.get(what, rank) == rank}
+
+    def release(self) -> None:
+        """Say what was held back."""
+        held, self.held = self.held, {}
+        for message in held.values():
+            warnings.warn(message, AttentionWarning, stacklevel=3)
+
+
 class SiteFaults:
     """What went wrong at which site: said once for each, and remembered."""
 
@@ -25,8 +67,13 @@ class SiteFaults:
         self.quiet: set[str] = set()
         #: Sites whose attention is written out in pieces that cannot all be read, so that none of them is taken.
         self.in_pieces: set[str] = set()
-        #: What was said: of which site, and of what kind of fault.
-        self.reported: set[tuple[str, type[Exception] | str]] = set()
+        #: What is said of them.
+        self.messages = Messages()
+
+    @property
+    def reported(self) -> bool:
+        """Whether anything was said."""
+        return bool(self.messages.known)
 
     def is_piece(self, call: AttentionCall) -> bool:
         """Whether a call is a piece of an attention that cannot be read whole; what a model tells of is no piece."""
@@ -34,51 +81,42 @@ class SiteFaults:
 
     def report_following(self, error: Exception) -> None:
         """Say that the attention of this forward pass that is written out with softmax cannot be found."""
-        if ("", type(error)) in self.reported:
-            return
-        self.reported.add(("", type(error)))
-        warnings.warn(
+        self.messages.say(
+            "",
+            type(error).__qualname__,
             "Looking for attention that is written out with softmax failed, and is given up for the rest of this "
             f"forward pass; training goes on. Cause: {_cause(error)}. `strict=True` raises instead.",
-            AttentionWarning,
-            stacklevel=2,
         )
 
     def report_changed_weights(self, site: str, operation: str) -> None:
         """Say that what the values are multiplied with is not what the softmax gave."""
-        if (site, "changed") not in self.reported:
-            self.reported.add((site, "changed"))
-            warnings.warn(
-                f"The attention at {site!r} changes its weights after the softmax (by {operation!r}: talking heads, "
-                "differential attention, a decay). The statistics are those of the softmax itself, without values; or "
-                "choose `sites` without it.",
-                AttentionWarning,
-                stacklevel=2,
-            )
+        self.messages.say(
+            site,
+            "changed",
+            f"The attention at {site!r} changes its weights after the softmax (by {operation!r}: talking heads, "
+            "differential attention, a decay). The statistics are those of the softmax itself, without values; or "
+            "choose `sites` without it.",
+        )
 
     def report_tracing(self, site: str) -> None:
         """Say that a site is not watched while a graph is made of what it computes."""
-        if (site, "tracing") not in self.reported:
-            self.reported.add((site, "tracing"))
-            warnings.warn(
-                f"What {site!r} computes while a graph is made of it (by `torch.jit.trace`, `torch.export`, `make_fx`, "
-                "`torch.fx` or with fake tensors) is not watched, so that nothing of the watching gets into the graph. "
-                "Run the model itself to see its attention, or trace it outside of what is watched.",
-                AttentionWarning,
-                stacklevel=2,
-            )
+        self.messages.say(
+            site,
+            "tracing",
+            f"What {site!r} computes while a graph is made of it (by `torch.jit.trace`, `torch.export`, `make_fx`, "
+            "`torch.fx` or with fake tensors) is not watched, so that nothing of the watching gets into the graph. "
+            "Run the model itself to see its attention, or trace it outside of what is watched.",
+        )
 
     def report_pooled(self, site: str) -> None:
         """Say that a site's statistics are of several attentions that it computes one after the other."""
-        if (site, "pooled") not in self.reported:
-            self.reported.add((site, "pooled"))
-            warnings.warn(
-                f"The module {site!r} computes attention several times in one forward pass (over other tokens, other "
-                "heads, or a part of the queries at a time). Its statistics pool all of them, head by head; a module "
-                "of its own for each would tell them apart.",
-                AttentionWarning,
-                stacklevel=2,
-            )
+        self.messages.say(
+            site,
+            "pooled",
+            f"The module {site!r} computes attention several times in one forward pass (over other tokens, other "
+            "heads, or a part of the queries at a time). Its statistics pool all of them, head by head; a module "
+            "of its own for each would tell them apart.",
+        )
 
     def report(self, site: str, error: Exception) -> None:
         """Say what went wrong. A call that cannot be read is left out; a site that fails is left alone from then on."""
@@ -93,9 +131,7 @@ class SiteFaults:
                 f"Watching the attention at {site!r} failed and is given up for this site; training goes on. "
                 f"Cause: {_cause(error)}. `strict=True` raises instead."
             )
-        if (site, type(error)) not in self.reported:
-            self.reported.add((site, type(error)))
-            warnings.warn(message, AttentionWarning, stacklevel=2)
+        self.messages.say(site, type(error).__qualname__, message)
 
 
 def _cause(error: Exception) -> str:
