@@ -111,7 +111,6 @@ class RankReduction:
             RuntimeError: if not all ranks came.
         """
         mine = _Found(found, statistics)
-        mine = _Found(found, statistics)
         messages = Messages() if messages is None else messages
         self._begin(mine)
         ratios, maxima = self._layout.packed(found, statistics, device)
