@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import captures_on_ranks
+import large_worlds
 import payload
 import torch
 import training_on_ranks
@@ -24,6 +25,7 @@ from turns import QUICK, THOROUGH, Effort
 PARTS: dict[str, tuple[str, Callable[[Sequence[int], str, Effort], Iterator[str]]]] = {
     "captures": (captures_on_ranks.HEADER, captures_on_ranks.capture_rows),
     "payload": (payload.HEADER, lambda worlds, backend, effort: payload.payload_rows()),
+    "paper": (large_worlds.HEADER, lambda worlds, backend, effort: large_worlds.large_world_rows()),
     "training": (training_on_ranks.HEADER, training_on_ranks.training_rows),
 }
 

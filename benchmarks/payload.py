@@ -41,6 +41,11 @@ def formula(layers: int, heads: int, statistics: Sequence[type[Statistic]], numb
     )
 
 
+def layout(layers: int, heads: int) -> dict[str, int]:
+    """The names of a model's sites, as a rank gives them at first, with their numbers of heads."""
+    return {f"model.layers.{layer}.self_attn": heads for layer in range(layers)}
+
+
 def payload_rows() -> Iterator[str]:
     """The table, with bytes that were counted; an error where the formula gives others."""
     counted = on_ranks(_count, ranks=2, backend="gloo")
@@ -66,7 +71,7 @@ def _count() -> list[tuple[int, int, int]]:
 def _bytes_of_a_capture(layers: int, heads: int, statistics: Sequence[type[Statistic]]) -> tuple[int, int, int]:
     """Bytes that add, bytes whose largest count, and bytes of the names that a rank gives at first."""
     sums = Sums.nothing(statistics, heads, torch.device("cpu"))
-    found = {f"model.layers.{layer}.self_attn": sums for layer in range(layers)}
+    found = dict.fromkeys(layout(layers, heads), sums)
     reduction = RankReduction()
     sent: dict[str, int] = {}
     all_reduce, all_gather = dist.all_reduce, dist.all_gather
