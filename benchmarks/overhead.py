@@ -11,18 +11,15 @@ which cancels a machine that slowly becomes faster or slower. A ratio is the med
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-import platform
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lightning
-import torch
 from capturing import capture_rows
 from dense_formulas import WITH_DENSE_FORMULA
 from kinds import COMPARES_SEQUENCES, OF_STATES, ONE_PASS, SECOND_WALK, SPECTRAL
+from machine import machine
 from memory import memory_rows
 from named_statistics import named_rows
 from one_call import call_rows
@@ -37,20 +34,6 @@ PARTS: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "capture": capture_rows,
     "memory": memory_rows,
 }
-
-
-def machine() -> str:
-    """What it was measured on, in one line."""
-    versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
-    return f"{versions}; {_processor()}, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def legend(effort: Effort) -> str:

@@ -25,6 +25,11 @@ class Row:
         return f"| {self.measured} | {self.setting} | {self.baseline} | {self.result} | {self.spread} | {self.goal} |"
 
 
+def header(*columns: str) -> str:
+    """The first two lines of a table."""
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
 def judged(value: float, *limits: tuple[str, float]) -> str:
     """A value beside its goals: ``≤ 1.01 ✗, at most 1.03 ✓``."""
     return ", ".join(f"{words} {limit:g} {'✓' if value <= limit else '✗'}" for words, limit in limits)

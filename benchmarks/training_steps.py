@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from turns import Effort, progress, ratios, seconds_of
 
 from lightning_attn import AttentionMonitor, AttentionObserver
+from lightning_attn.callbacks.budget import wait_for
 from lightning_attn.tensorboard import heat_map
 
 DEFAULT_CADENCE, HEAT_MAP_CADENCE = 50, 500
@@ -33,12 +34,18 @@ class Stopwatch(Callback):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        wait_for(trainer.strategy.root_device)
         self.times.append(time.perf_counter())
 
 
 def step_seconds(
-    size: Size, steps: int, every_n_steps: int | None = None, statistics: list[str] | None = None
+    size: Size,
+    steps: int,
+    every_n_steps: int | None = None,
+    statistics: list[str] | None = None,
+    accelerator: str = "cpu",
+    **trainer_arguments: Any,
 ) -> float:
     """Seconds of one training step in a run of its own.
 
@@ -51,6 +58,8 @@ def step_seconds(
         steps: how many steps to measure.
         every_n_steps: the cadence of the monitor; ``None`` for a run without it.
         statistics: of the monitor.
+        accelerator: what the model is trained on.
+        trainer_arguments: what else the Trainer is given.
     """
     torch.manual_seed(0)
     stopwatch = Stopwatch()
@@ -60,13 +69,14 @@ def step_seconds(
         callbacks.append(monitor)
     all_steps = WARM_UP_STEPS + steps + 1  # the last one only ends the one before
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         max_steps=all_steps,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **trainer_arguments,
     )
     batches = [size.random_batch() for _ in range(all_steps)]
     trainer.fit(LanguageModel(size), DataLoader(batches, batch_size=None))
