@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import reduce
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from collectives import collectives
 from rank_pool import RankPool
 from torch import distributed as dist
 
@@ -97,27 +97,6 @@ def test_alone_a_site_may_change_its_number_of_heads() -> None:
 
 
 # Several processes. The cases run in them; each returns something that can be sent back.
-
-
-@contextmanager
-def collectives() -> Iterator[list[str]]:
-    """The collectives that are called inside the block."""
-    called: list[str] = []
-    all_reduce, gather = dist.all_reduce, dist.all_gather_object
-
-    def seen_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
-        called.append("MAX" if op == dist.ReduceOp.MAX else "SUM")
-        return all_reduce(tensor, op=op, **options)
-
-    def seen_gather(*arguments: Any, **options: Any) -> Any:
-        called.append("gather")
-        return gather(*arguments, **options)
-
-    dist.all_reduce, dist.all_gather_object = seen_all_reduce, seen_gather
-    try:
-        yield called
-    finally:
-        dist.all_reduce, dist.all_gather_object = all_reduce, gather
 
 
 def captures(*found: dict[str, Sums], quiet: set[str] | None = None) -> list[dict[str, Any]]:
