@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_attn.distributed import world_size
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 16, 2, 64
-SEQUENCES, STEPS = 8, 3
+SEQUENCES = 8
 
 #: How many sequences of every batch each rank gets.
 EVEN = {2: (4, 4), 4: (2, 2, 2, 2)}
@@ -112,6 +112,7 @@ class SharesBatches(pl.LightningModule):
         dropout: of attention weights.
         recompute: whether activation checkpoints are reentrant; ``None`` for none.
         head: whether there is a head that is not used.
+        batches: how many.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class SharesBatches(pl.LightningModule):
         dropout: float = 0.0,
         recompute: bool | None = None,
         head: bool = False,
+        batches: int = 2,
     ) -> None:
         super().__init__()
         torch.manual_seed(1)  # the same model on every rank
@@ -128,6 +130,7 @@ class SharesBatches(pl.LightningModule):
         self.unused = nn.Linear(WIDTH, 2).double() if head else None
         self.sizes = sizes
         self.recompute = recompute
+        self.batches = batches
         self.losses: list[float] = []
         self.gradients: list[list[Tensor]] = []
 
@@ -148,7 +151,7 @@ class SharesBatches(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        pieces = [parts(batch(number), self.sizes) for number in range(STEPS)]
+        pieces = [parts(batch(number), self.sizes) for number in range(self.batches)]
         if world_size() > 1:
             pieces = [[of_batch[self.global_rank]] for of_batch in pieces]
         return DataLoader(pieces, batch_size=None)  # type: ignore[arg-type]
