@@ -94,14 +94,17 @@ def collectives_of_batches(kind: type[SharesBatches], blocks: int, statistics: s
 def test_a_capture_costs_two_collectives_and_a_step_without_one_none(
     ranks: RankPool, kind: type[SharesBatches], blocks: int, statistics: str
 ) -> None:
-    """Of five batches the first, the third and the last are captured; the first makes sites known."""
+    """Of five batches the first, the third and the last are captured; the first makes sites known.
+
+    They come before what Lightning itself exchanges at the end of a batch.
+    """
     bare = ranks(collectives_of_batches, kind, blocks, statistics, False)
     watched = ranks(collectives_of_batches, kind, blocks, statistics, True)
     capture = ["MAX", "SUM"]
     expected = [["MAX", "gather", *capture], [], capture, [], capture]
     for without, with_monitor in zip(bare, watched, strict=True):
         assert len(without) == 5
-        assert with_monitor == [[*first, *more] for first, more in zip(without, expected, strict=True)]
+        assert with_monitor == [[*more, *others] for others, more in zip(without, expected, strict=True)]
 
 
 # Who writes.
