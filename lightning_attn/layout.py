@@ -111,9 +111,12 @@ def _is_maximum(statistic: type[Statistic]) -> bool:
 
 
 def _in_order(known: Mapping[str, int], met: Mapping[str, int]) -> dict[str, int]:
-    """The heads of two layouts, in the order in which sites run: one that was skipped before is put where it ran."""
+    """The heads of two layouts, in the order in which sites run: one that was skipped before is put where it ran.
+
+    Layouts without a common site are those of different parts of a model, as the stages of a pipeline are.
+    """
     order = list(known)
-    place = 0
+    place = 0 if known.keys() & met.keys() else len(order)
     for site in met:
         if site not in known:
             order.insert(place, site)

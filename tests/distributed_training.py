@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import distributed as dist
 
 
@@ -42,3 +42,12 @@ class StartedRanks(ClusterEnvironment):
 def strategy(kind: type[Strategy] = DDPStrategy, **arguments: Any) -> Strategy:
     """A strategy over the ranks that are there."""
     return kind(cluster_environment=StartedRanks(), process_group_backend="gloo", **arguments)
+
+
+def sharded_strategy() -> Strategy:
+    """FSDP2 over the ranks that are there, for models that shard themselves in `configure_model`."""
+    sharded = ModelParallelStrategy(
+        data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    sharded.cluster_environment = StartedRanks()
+    return sharded

@@ -85,8 +85,6 @@ class RankPool:
                     results[rank] = pickle.loads(inbox.recv_bytes())
                 except EOFError:
                     results[rank] = Raised("the process died", "The process died; what it said is in stderr.")
-        if any(not process.is_alive() for process, _ in self._ranks):
-            self.close()
         return [results[rank] for rank in range(ranks)]
 
     def close(self) -> None:
@@ -98,8 +96,9 @@ class RankPool:
         self._ranks = []
 
     def _start(self) -> None:
-        if self._ranks:
+        if self._ranks and all(process.is_alive() for process, _ in self._ranks):
             return
+        self.close()  # a rank that died after its answer takes all with it
         context = get_context("forkserver")
         context.set_forkserver_preload(["lightning.pytorch", "lightning_attn", "torchmetrics"])
         for rank in range(_MOST_RANKS):
@@ -128,6 +127,7 @@ def _answer(rank: int, task: bytes) -> bytes:
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
         )
+        dist.barrier()  # a rank that is done at once would else be gone before others have found it
         torch.manual_seed(0)
         return pickle.dumps(function(*arguments))
     except BaseException as error:

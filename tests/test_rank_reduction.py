@@ -1,20 +1,22 @@
-"""Joining the sums of all ranks: alone, and of two gloo processes, which are started once for all cases.
+"""Joining the sums of all ranks: alone, and of several processes.
 
-A case is a function that both ranks run; what it returns on each rank is looked at here.
+A case is a function that every rank runs; what it returns on each rank is looked at here.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from collectives import collectives
+from rank_pool import RankPool
 from torch import distributed as dist
-from two_ranks import on_two_ranks
 
 from lightning_attn import AttentionCall, AttentionWarning
 from lightning_attn.callbacks.budget import TimeBudget
@@ -94,35 +96,7 @@ def test_alone_a_site_may_change_its_number_of_heads() -> None:
         assert values(joined)["a"]["entropy"] == pytest.approx(entropies)
 
 
-# Two processes. The cases run in them; each returns something that can be sent back.
-
-CASES: dict[str, Callable[[int], Any]] = {}
-
-
-def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
-    CASES[function.__name__] = function
-    return function
-
-
-@contextmanager
-def collectives() -> Iterator[list[str]]:
-    """The collectives that are called inside the block."""
-    called: list[str] = []
-    all_reduce, gather = dist.all_reduce, dist.all_gather_object
-
-    def seen_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
-        called.append("MAX" if op == dist.ReduceOp.MAX else "SUM")
-        return all_reduce(tensor, op=op, **options)
-
-    def seen_gather(*arguments: Any, **options: Any) -> Any:
-        called.append("gather")
-        return gather(*arguments, **options)
-
-    dist.all_reduce, dist.all_gather_object = seen_all_reduce, seen_gather
-    try:
-        yield called
-    finally:
-        dist.all_reduce, dist.all_gather_object = all_reduce, gather
+# Several processes. The cases run in them; each returns something that can be sent back.
 
 
 def captures(*found: dict[str, Sums], quiet: set[str] | None = None) -> list[dict[str, Any]]:
@@ -145,58 +119,55 @@ def captures(*found: dict[str, Sums], quiet: set[str] | None = None) -> list[dic
     return results
 
 
-@case
-def the_same_site(rank: int) -> Any:
+def the_same_site() -> Any:
+    rank = dist.get_rank()
     mine = sums([0.2, 0.8], [5.0, -3.0], weight=1) if rank == 0 else sums([0.8, 0.8], [4.0, 7.0], weight=3)
     return captures({"a": mine}, {"a": mine}, {"a": mine})
 
 
-@case
-def different_sites(rank: int) -> Any:
+def different_sites() -> Any:
     """An expert that is chosen on one rank only."""
+    rank = dist.get_rank()
     mine = {f"expert.{rank}": sums([0.1 + rank], [10.0 + rank]), "shared": sums([0.5], [float(rank)])}
     return captures(mine, mine)
 
 
-@case
-def a_rank_that_found_nothing(rank: int) -> Any:
+def a_rank_that_found_nothing() -> Any:
+    rank = dist.get_rank()
     mine = {} if rank == 1 else {"a": sums([0.25, math.nan], [-2.0, 3.0])}
     return captures(mine, mine)
 
 
-@case
-def nobody_found_anything(rank: int) -> Any:
+def nobody_found_anything() -> Any:
     return captures({}, {})
 
 
-@case
-def a_site_that_appears_later(rank: int) -> Any:
+def a_site_that_appears_later() -> Any:
+    rank = dist.get_rank()
     old, new = {"a": sums([0.5], [1.0])}, {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}
     return captures(old, new if rank == 1 else old, new)
 
 
-@case
-def a_site_that_is_gone_for_a_while(rank: int) -> Any:
+def a_site_that_is_gone_for_a_while() -> Any:
     here, gone = {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}, {"b": sums([0.75], [3.0])}
     return captures(here, gone, here)
 
 
-@case
-def different_numbers_of_heads(rank: int) -> Any:
+def different_numbers_of_heads() -> Any:
+    rank = dist.get_rank()
     heads = 2 + rank
     mine = {"a": sums([0.5] * heads, [1.0] * heads), "b": sums([0.25], [2.0])}
     return captures(mine, {"b": mine["b"]})
 
 
-@case
-def both_change_their_number_of_heads(rank: int) -> Any:
+def both_change_their_number_of_heads() -> Any:
     two, three = {"a": sums([0.5] * 2, [1.0] * 2)}, {"a": sums([0.25] * 3, [2.0] * 3)}
     return captures(two, three, three)
 
 
-@case
-def a_fault_on_one_rank(rank: int) -> Any:
+def a_fault_on_one_rank() -> Any:
     """The site runs on both at first; then it fails on the second rank, which stops watching it."""
+    rank = dist.get_rank()
     both = {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}
     quiet: set[str] = set()
     reduction = RankReduction()
@@ -211,30 +182,26 @@ def a_fault_on_one_rank(rank: int) -> Any:
     return results
 
 
-@case
-def a_fault_on_one_rank_at_the_first_capture(rank: int) -> Any:
+def a_fault_on_one_rank_at_the_first_capture() -> Any:
+    rank = dist.get_rank()
     both = {"a": sums([0.5], [1.0]), "b": sums([0.25], [2.0])}
     return captures({"b": both["b"]} if rank == 1 else both, {"b": both["b"]}, quiet={"a"} if rank == 1 else set())
 
 
-@case
-def a_batch_in_two_halves(rank: int) -> Any:
-    call = a_batch(6)
-    mine = call.select(slice(4) if rank == 0 else slice(4, 6))
+def parts(sizes: tuple[int, ...]) -> list[slice]:
+    """So many sequences for each rank, one rank's after the other's."""
+    return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def a_part_of_a_batch_on_each(sizes: tuple[int, ...]) -> Any:
+    mine = a_batch(sum(sizes)).select(parts(sizes)[dist.get_rank()])
     joined = RankReduction()({"block": measure(mine, resolve("all"))}, resolve("all"), set(), CPU)
     return {name: tuple(found) for name, found in joined["block"].items()}
 
 
-@case
-def a_rank_without_sequences(rank: int) -> Any:
-    call = a_batch(3).select(slice(3 if rank == 0 else 0))
-    joined = RankReduction()({"block": measure(call, resolve("all"))}, resolve("all"), set(), CPU)
-    return {name: tuple(found) for name, found in joined["block"].items()}
-
-
-@case
-def numbers_to_agree_on(rank: int) -> Any:
+def numbers_to_agree_on() -> Any:
     """Beside a new site, beside a known one, and beside nothing."""
+    rank = dist.get_rank()
     reduction, results = RankReduction(), []
     for found in ({"a": sums([0.5], [1.0])}, {"a": sums([0.25], [2.0])}, {}):
         reduction.numbers = [0.125 + rank, 7.5 - rank]
@@ -244,9 +211,9 @@ def numbers_to_agree_on(rank: int) -> Any:
     return results
 
 
-@case
-def a_time_budget_on_each(rank: int) -> Any:
+def a_time_budget_on_each() -> Any:
     """The same training, in which captures take long on the second rank alone."""
+    rank = dist.get_rank()
     now = [0.0]
     budget, reduction, settled = TimeBudget(0.1, lambda: now[0]), RankReduction(), []
     for capture in range(4):
@@ -264,30 +231,19 @@ def a_time_budget_on_each(rank: int) -> Any:
     return settled
 
 
-@case
-def size_of_the_world(rank: int) -> Any:
-    return world_size()
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """What each case returned on the two ranks."""
-    return on_two_ranks(CASES, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, results: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
+def results(request: pytest.FixtureRequest, ranks: RankPool) -> list[Any]:
     """What the case that a test names returned on the two ranks."""
-    return results[request.param.__name__]
+    return ranks(request.param)
 
 
-def of(function: Callable[[int], Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("ranks", [function], indirect=True, ids=lambda case: case.__name__)
+def of(function: Callable[..., Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("results", [function], indirect=True, ids=lambda case: case.__name__)
 
 
-@of(size_of_the_world)
-def test_two_processes_run(ranks: Any) -> None:
-    assert ranks == (2, 2)
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_processes_run(ranks: RankPool, size: int) -> None:
+    assert ranks(world_size, ranks=size) == [size] * size
 
 
 IN_CAPTURES = [
@@ -305,69 +261,69 @@ IN_CAPTURES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", IN_CAPTURES, indirect=True, ids=lambda case: case.__name__)
-def test_ranks_agree_on_everything(ranks: Any) -> None:
+@pytest.mark.parametrize("results", IN_CAPTURES, indirect=True, ids=lambda case: case.__name__)
+def test_ranks_agree_on_everything(results: Any) -> None:
     """The same values, the same quiet sites, the same collectives in the same order."""
-    assert repr(ranks[0]) == repr(ranks[1])
+    assert repr(results[0]) == repr(results[1])
 
 
 @of(the_same_site)
-def test_sums_add_and_the_largest_counts(ranks: Any) -> None:
-    for capture in ranks[0]:
+def test_sums_add_and_the_largest_counts(results: Any) -> None:
+    for capture in results[0]:
         assert capture["values"] == {"a": {"entropy": pytest.approx([0.65, 0.8]), "max_logit": [5.0, 7.0]}}
         assert capture["weights"] == {"a": [4, 4]}
 
 
 @of(the_same_site)
-def test_a_capture_costs_two_collectives_and_the_first_one_an_exchange_more(ranks: Any) -> None:
-    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, STEADY, STEADY]
+def test_a_capture_costs_two_collectives_and_the_first_one_an_exchange_more(results: Any) -> None:
+    assert [capture["collectives"] for capture in results[0]] == [FIRST, STEADY, STEADY]
 
 
 @of(different_sites)
-def test_sites_of_one_rank_are_known_to_all(ranks: Any) -> None:
-    for capture in ranks[1]:
+def test_sites_of_one_rank_are_known_to_all(results: Any) -> None:
+    for capture in results[1]:
         assert capture["values"] == {
             "expert.0": {"entropy": pytest.approx([0.1]), "max_logit": [10.0]},
             "shared": {"entropy": [0.5], "max_logit": [1.0]},
             "expert.1": {"entropy": pytest.approx([1.1]), "max_logit": [11.0]},
         }
-    assert [capture["collectives"] for capture in ranks[1]] == [FIRST, STEADY]
+    assert [capture["collectives"] for capture in results[1]] == [FIRST, STEADY]
 
 
 @of(a_rank_that_found_nothing)
-def test_a_rank_that_found_nothing_adds_zeros(ranks: Any) -> None:
-    for capture in ranks[1]:
+def test_a_rank_that_found_nothing_adds_zeros(results: Any) -> None:
+    for capture in results[1]:
         assert capture["weights"] == {"a": [1, 1]}
         assert capture["values"]["a"]["entropy"][0] == 0.25
         assert capture["values"]["a"]["max_logit"] == [-2, 3]
-    assert [capture["collectives"] for capture in ranks[1]] == [FIRST, STEADY]
+    assert [capture["collectives"] for capture in results[1]] == [FIRST, STEADY]
 
 
 @of(nobody_found_anything)
-def test_where_nobody_found_anything_there_is_nothing_to_exchange(ranks: Any) -> None:
-    assert [(capture["values"], capture["collectives"]) for capture in ranks[0]] == [({}, STEADY)] * 2
+def test_where_nobody_found_anything_there_is_nothing_to_exchange(results: Any) -> None:
+    assert [(capture["values"], capture["collectives"]) for capture in results[0]] == [({}, STEADY)] * 2
 
 
 @of(a_site_that_appears_later)
-def test_a_new_site_costs_one_exchange_more(ranks: Any) -> None:
-    assert [list(capture["values"]) for capture in ranks[0]] == [["a"], ["a", "b"], ["a", "b"]]
-    assert [capture["weights"].get("b") for capture in ranks[0]] == [None, [1], [2]]
-    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, FIRST, STEADY]
+def test_a_new_site_costs_one_exchange_more(results: Any) -> None:
+    assert [list(capture["values"]) for capture in results[0]] == [["a"], ["a", "b"], ["a", "b"]]
+    assert [capture["weights"].get("b") for capture in results[0]] == [None, [1], [2]]
+    assert [capture["collectives"] for capture in results[0]] == [FIRST, FIRST, STEADY]
 
 
 @of(a_site_that_is_gone_for_a_while)
-def test_a_site_that_did_not_run_is_left_out_and_comes_back_for_free(ranks: Any) -> None:
-    assert [list(capture["values"]) for capture in ranks[0]] == [["a", "b"], ["b"], ["a", "b"]]
-    assert [capture["values"]["b"]["max_logit"] for capture in ranks[0]] == [[2], [3], [2]]
-    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, STEADY, STEADY]
+def test_a_site_that_did_not_run_is_left_out_and_comes_back_for_free(results: Any) -> None:
+    assert [list(capture["values"]) for capture in results[0]] == [["a", "b"], ["b"], ["a", "b"]]
+    assert [capture["values"]["b"]["max_logit"] for capture in results[0]] == [[2], [3], [2]]
+    assert [capture["collectives"] for capture in results[0]] == [FIRST, STEADY, STEADY]
 
 
 @of(different_numbers_of_heads)
-def test_a_site_on_whose_heads_ranks_disagree_is_given_up_aloud_on_both(ranks: Any) -> None:
-    for rank in ranks:
+def test_a_site_on_whose_heads_ranks_disagree_is_given_up_aloud_by_all(results: Any) -> None:
+    said = ["Ranks count 2 and 3 heads at 'a'; it is not watched."]
+    for rank, spoken in zip(results, (said, []), strict=True):
         first, second = rank
-        said = ["Ranks count 2 and 3 heads at 'a'; it is not watched."]
-        assert first["said"] == (said if rank is ranks[0] else [])
+        assert first["said"] == spoken
         assert second["said"] == []
         for capture in rank:
             assert capture["quiet"] == ["a"]
@@ -376,32 +332,32 @@ def test_a_site_on_whose_heads_ranks_disagree_is_given_up_aloud_on_both(ranks: A
 
 
 @of(both_change_their_number_of_heads)
-def test_a_site_may_change_its_number_of_heads_on_all_ranks(ranks: Any) -> None:
-    assert [capture["values"]["a"]["entropy"] for capture in ranks[0]] == [[0.5] * 2, [0.25] * 3, [0.25] * 3]
-    assert [capture["quiet"] for capture in ranks[0]] == [[], [], []]
-    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, FIRST, STEADY]
+def test_a_site_may_change_its_number_of_heads_on_all_ranks(results: Any) -> None:
+    assert [capture["values"]["a"]["entropy"] for capture in results[0]] == [[0.5] * 2, [0.25] * 3, [0.25] * 3]
+    assert [capture["quiet"] for capture in results[0]] == [[], [], []]
+    assert [capture["collectives"] for capture in results[0]] == [FIRST, FIRST, STEADY]
 
 
 @of(a_fault_on_one_rank)
-def test_a_site_that_fails_on_one_rank_goes_quiet_on_all(ranks: Any) -> None:
-    for rank in ranks:
+def test_a_site_that_fails_on_one_rank_goes_quiet_on_all(results: Any) -> None:
+    for rank in results:
         assert [capture["sites"] for capture in rank] == [["a", "b"], ["b"], ["b"]]
         assert [capture["quiet"] for capture in rank] == [[], ["a"], ["a"]]
         assert [capture["collectives"] for capture in rank] == [FIRST, STEADY, STEADY]
 
 
 @of(a_fault_on_one_rank_at_the_first_capture)
-def test_a_site_that_fails_on_one_rank_at_once_goes_quiet_on_all(ranks: Any) -> None:
-    for rank in ranks:
+def test_a_site_that_fails_on_one_rank_at_once_goes_quiet_on_all(results: Any) -> None:
+    for rank in results:
         assert [list(capture["values"]) for capture in rank] == [["b"], ["b"]]
         assert [capture["quiet"] for capture in rank] == [["a"], ["a"]]
 
 
 @of(numbers_to_agree_on)
-def test_the_largest_numbers_come_with_the_capture_and_cost_no_collective_more(ranks: Any) -> None:
-    assert [capture["numbers"] for capture in ranks[0]] == [[1.125, 7.5]] * 3
-    assert [capture["collectives"] for capture in ranks[0]] == [FIRST, STEADY, STEADY]
-    assert [capture["values"] for capture in ranks[0]] == [
+def test_the_largest_numbers_come_with_the_capture_and_cost_no_collective_more(results: Any) -> None:
+    assert [capture["numbers"] for capture in results[0]] == [[1.125, 7.5]] * 3
+    assert [capture["collectives"] for capture in results[0]] == [FIRST, STEADY, STEADY]
+    assert [capture["values"] for capture in results[0]] == [
         {"a": {"entropy": [0.5], "max_logit": [1.0]}},
         {"a": {"entropy": [0.25], "max_logit": [2.0]}},
         {},
@@ -409,27 +365,21 @@ def test_the_largest_numbers_come_with_the_capture_and_cost_no_collective_more(r
 
 
 @of(a_time_budget_on_each)
-def test_ranks_follow_the_one_whose_captures_take_longest(ranks: Any) -> None:
+def test_ranks_follow_the_one_whose_captures_take_longest(results: Any) -> None:
     """10 s beyond steps of 1 s, of which captures may take a tenth: every 90 steps, the next power of two is 128."""
-    assert [fewest for fewest, _ in ranks[0]] == [8, 8, 80, 128]
-    assert [called for _, called in ranks[0][1:]] == [STEADY] * 3
+    assert [fewest for fewest, _ in results[0]] == [8, 8, 80, 128]
+    assert [called for _, called in results[0][1:]] == [STEADY] * 3
 
 
-@of(a_batch_in_two_halves)
-def test_two_ranks_have_the_values_of_one_process_on_the_whole_batch(ranks: Any) -> None:
-    whole = measure(a_batch(6), resolve("all"))
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 0), (2, 1, 1, 2), (1, 0, 4, 1)], ids=str)
+def test_ranks_have_the_values_of_one_process_on_the_whole_batch(ranks: RankPool, sizes: tuple[int, ...]) -> None:
+    """However many sequences each has, or none."""
+    whole = measure(a_batch(sum(sizes)), resolve("all"))
     # Statistics that compare sequences pair those of one rank.
     paired = resolve([name for name, statistic in known_statistics().items() if statistic.compares_sequences])
-    halves = [measure(a_batch(6).select(half), paired) for half in (slice(4), slice(4, 6))]
-    expected = {**whole, **halves[0].joined(halves[1])}
-    for rank in ranks:
+    of_ranks = [measure(a_batch(sum(sizes)).select(part), paired) for part in parts(sizes)]
+    expected = {**whole, **reduce(Sums.joined, of_ranks)}
+    for rank in ranks(a_part_of_a_batch_on_each, sizes, ranks=len(sizes)):
+        assert rank.keys() == expected.keys()
         for name, found in rank.items():
             torch.testing.assert_close(found, tuple(expected[name]), rtol=1e-6, atol=1e-6)
-
-
-@of(a_rank_without_sequences)
-def test_an_empty_batch_on_one_rank_changes_nothing(ranks: Any) -> None:
-    whole = measure(a_batch(3), resolve("all"))
-    for rank in ranks:
-        for name, found in rank.items():
-            torch.testing.assert_close(found, tuple(whole[name]), rtol=1e-6, atol=1e-6)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from listening import collectives, hearing
+from collectives import collectives
+from listening import hearing
 from rank_pool import Raised, RankPool
 from torch import distributed as dist
 from torch import nn

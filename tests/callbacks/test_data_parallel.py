@@ -1,14 +1,21 @@
-"""Two processes that train together see what one process sees of both their batches."""
+"""Two processes that train together see what one process sees of both their batches.
+
+The tests marked as slow have Lightning start its own processes; the others do the same in processes that are there.
+"""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from distributed_training import strategy
+from lightning.pytorch.strategies import Strategy
 from models import LanguageModel, batches, trainer
+from rank_pool import RankPool
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,21 +49,47 @@ def monitor() -> AttentionMonitor:
     return AttentionMonitor(every_n_steps=2, max_sequences=None, spectral_sequences=None, print_summary=False)
 
 
+def snapshots(folder: Path, **of_trainer: Any) -> list[dict[str, Any]]:
+    """What one process knows of its training; every process also writes that to the folder."""
+    pl.seed_everything(1, verbose=False)
+    watched = monitor()
+    running = trainer(watched, WritesSnapshots(watched, folder), use_distributed_sampler=False, **of_trainer)
+    running.fit(DividesItsBatches().eval())
+    return [snapshot.to_dict() for snapshot in watched.history]
+
+
+def snapshots_of_started_rank(folder: Path) -> None:
+    snapshots(folder, strategy=strategy(), devices=2)
+
+
+def written(folder: Path) -> tuple[Any, Any]:
+    """What the two ranks wrote."""
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1))
+    return first, second
+
+
+def assert_same_as_alone(together: Path, folder: Path) -> None:
+    alone = snapshots(folder)
+    first, second = written(together)
+    assert first == second
+    assert len(first) == len(alone) == 2
+    assert_close(first[0], alone[0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
-    pl.seed_everything(1, verbose=False)
-    alone = monitor()
-    trainer(alone).fit(DividesItsBatches().eval())
+def test_spawned_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
+    together = tmp_path / "together"
+    together.mkdir()
+    snapshots(together, strategy="ddp_spawn", devices=2)
+    assert_same_as_alone(together, tmp_path)
 
-    pl.seed_everything(1, verbose=False)
-    together = monitor()
-    callbacks = together, WritesSnapshots(together, tmp_path)
-    trainer(*callbacks, strategy="ddp_spawn", devices=2, use_distributed_sampler=False).fit(DividesItsBatches().eval())
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second
-    assert len(first) == len(alone.history) == 2
-    assert_close(first[0], alone.history[0].to_dict())
+
+def test_ranks_agree_with_each_other_and_with_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    together = tmp_path / "together"
+    together.mkdir()
+    ranks(snapshots_of_started_rank, together)
+    assert_same_as_alone(together, tmp_path)
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -82,7 +115,11 @@ class TakesTime(DividesItsBatches):
             self.now += 10.0 * self.trainer.global_rank
             return snapshot(observer, step)
 
-        session.AttentionObserver.snapshot = takes_long  # in a process that ends with the run
+        self.restore = partial(setattr, session.AttentionObserver, "snapshot", snapshot)
+        session.AttentionObserver.snapshot = takes_long
+
+    def on_train_end(self) -> None:
+        self.restore()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         self.now += 1.0
@@ -94,15 +131,29 @@ class WritesSteps(WritesSnapshots):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(self.monitor.history.steps))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_ranks_keep_one_cadence_however_long_captures_take_on_one(tmp_path: Path) -> None:
-    """Ten seconds may take a tenth every 90 steps of one; at most eight times as far at once, that is every 64."""
+def keep_cadence(folder: Path, kind: str | Strategy) -> None:
     watched = AttentionMonitor(every_n_steps=4, statistics="max_weight", max_overhead=0.1, print_summary=False)
     running = trainer(
-        watched, WritesSteps(watched, tmp_path), strategy="ddp_spawn", devices=2, use_distributed_sampler=False,
-        max_epochs=36,
-    )  # fmt: skip
+        watched, WritesSteps(watched, folder), strategy=kind, devices=2, use_distributed_sampler=False, max_epochs=36
+    )
     running.fit(TakesTime())
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second == [0, 8, 16, 80]
+
+
+def keep_cadence_on_started_rank(folder: Path) -> None:
+    keep_cadence(folder, strategy())
+
+
+#: Ten seconds may take a tenth every 90 steps of one; at most eight times as far at once, that is every 64.
+STEPS = [0, 8, 16, 80]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_spawned_ranks_keep_one_cadence_however_long_captures_take_on_one(tmp_path: Path) -> None:
+    keep_cadence(tmp_path, "ddp_spawn")
+    assert written(tmp_path) == (STEPS, STEPS)
+
+
+def test_ranks_keep_one_cadence_however_long_captures_take_on_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(keep_cadence_on_started_rank, tmp_path)
+    assert written(tmp_path) == (STEPS, STEPS)

@@ -13,10 +13,11 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+from collectives import collectives
 from distributed_training import strategy
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from listening import collectives, hearing
+from listening import hearing
 from models import LanguageModel, batches, trainer
 from rank_pool import Raised, RankPool
 from torch import Tensor

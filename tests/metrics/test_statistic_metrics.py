@@ -13,10 +13,11 @@ from typing import Any
 import matplotlib
 import pytest
 import torch
-from test_written_metrics import WRITTEN, half_of_the_written_on_each
+from rank_pool import RankPool
+from test_written_metrics import WRITTEN, written_on_each
 from torch import Tensor, nn
+from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
-from two_ranks import on_two_ranks
 
 import lightning_attn.functional as functional
 import lightning_attn.metrics as metrics
@@ -348,75 +349,82 @@ def test_unknown_names_and_arguments_are_refused() -> None:
         _ = metrics.AttentionEntropi  # type: ignore[attr-defined]
 
 
-# Two processes.
+# Several processes.
+
+#: The sequences of each rank, for each number of ranks.
+PARTS = {2: [slice(3), slice(3, 4)], 4: [slice(2), slice(2, 3), slice(0), slice(3, 4)]}
+sizes = pytest.mark.parametrize("size", PARTS)
 
 
-def half_of_a_batch_on_each(rank: int) -> dict[str, list[Tensor]]:
-    """What torchmetrics' own synchronisation makes of it: of every metric, and of many statistics in one."""
+def my_part() -> slice:
+    return PARTS[dist.get_world_size()][dist.get_rank()]
+
+
+def a_part_of_a_batch_on_each() -> dict[str, list[Tensor]]:
+    """What torchmetrics' own synchronisation makes of it, asked twice."""
     found = {}
     for name, statistic in STATISTICS.items():
         metric = new(statistic)
-        metric.update(**a_batch(statistic, slice(3) if rank == 0 else slice(3, 4)))
+        metric.update(**a_batch(statistic, my_part()))
         found[name] = [metric.compute(), metric.compute()]
     return found
 
 
-def many_statistics_at_once(rank: int) -> dict[str, Tensor]:
+def many_statistics_at_once() -> dict[str, Tensor]:
     metric = AttentionStatistics(num_heads=HEADS, statistics=OF_CAUSAL_HEADS)
-    metric.update(**a_batch(STATISTICS["entropy"], slice(3) if rank == 0 else slice(3, 4)))
+    metric.update(**a_batch(STATISTICS["entropy"], my_part()))
     return metric.compute()
 
 
-def a_rank_that_saw_nothing(rank: int) -> dict[str, Tensor]:
+def a_rank_that_saw_nothing() -> dict[str, Tensor]:
     found = {}
     for name in ("entropy", "max_logit", "token_similarity"):
         metric = new(STATISTICS[name])
-        if rank == 0:
+        if dist.get_rank() == 0:
             metric.update(**a_batch(STATISTICS[name]))
         found[name] = metric.compute()
     return found
 
 
-CASES = [half_of_a_batch_on_each, many_statistics_at_once, a_rank_that_saw_nothing, half_of_the_written_on_each]
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    return on_two_ranks({case.__name__: case for case in CASES}, tmp_path_factory.mktemp("ranks"))
-
-
-def expected_of_ranks(statistic: type[Statistic]) -> Tensor:
+def expected_of_ranks(statistic: type[Statistic], parts: list[slice]) -> Tensor:
     """The value of the whole batch; where sequences are compared, those of one rank, joined by their sums."""
     if not statistic.compares_sequences:
         return function_of(statistic)(**a_batch(statistic))
     metric = new(statistic)
-    for half in (slice(3), slice(3, 4)):
-        metric.update(**a_batch(statistic, half))
+    for part in parts:
+        metric.update(**a_batch(statistic, part))
     value: Tensor = metric.compute()
     return value
 
 
-def test_two_ranks_have_the_value_of_one_process(on_ranks: dict[str, tuple[Any, Any]]) -> None:
-    for rank in on_ranks["half_of_a_batch_on_each"]:
+@sizes
+def test_ranks_have_the_value_of_one_process(ranks: RankPool, size: int) -> None:
+    for rank in ranks(a_part_of_a_batch_on_each, ranks=size):
         for name, statistic in STATISTICS.items():
             for computed in rank[name]:
-                close(computed, expected_of_ranks(statistic))
+                close(computed, expected_of_ranks(statistic, PARTS[size]))
+
+
+@sizes
+def test_many_statistics_have_the_values_of_one_process(ranks: RankPool, size: int) -> None:
     alone = AttentionStatistics(num_heads=HEADS, statistics=OF_CAUSAL_HEADS)
-    for half in (slice(3), slice(3, 4)):
-        alone.update(**a_batch(STATISTICS["entropy"], half))
-    for rank in on_ranks["many_statistics_at_once"]:
+    for part in PARTS[size]:
+        alone.update(**a_batch(STATISTICS["entropy"], part))
+    for rank in ranks(many_statistics_at_once, ranks=size):
         for name, expected in alone.compute().items():
             close(rank[name], expected)
 
 
-def test_a_rank_that_saw_nothing_adds_nothing(on_ranks: dict[str, tuple[Any, Any]]) -> None:
-    for rank in on_ranks["a_rank_that_saw_nothing"]:
+@sizes
+def test_a_rank_that_saw_nothing_adds_nothing(ranks: RankPool, size: int) -> None:
+    for rank in ranks(a_rank_that_saw_nothing, ranks=size):
         for name, found in rank.items():
             close(found, function_of(STATISTICS[name])(**a_batch(STATISTICS[name])))
 
 
-def test_what_is_written_has_the_value_of_one_process_too(on_ranks: dict[str, tuple[Any, Any]]) -> None:
-    for rank in on_ranks["half_of_the_written_on_each"]:
+@sizes
+def test_what_is_written_has_the_value_of_one_process_too(ranks: RankPool, size: int) -> None:
+    for rank in ranks(written_on_each, PARTS[size], ranks=size):
         for name, written in WRITTEN.items():
             for computed in rank[name]:
                 close(computed, written.function(**written.batch()))

@@ -12,6 +12,7 @@ import matplotlib
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
 from lightning_attn import AttentionCall
@@ -81,12 +82,12 @@ WRITTEN = {
 each = pytest.mark.parametrize("written", WRITTEN.values(), ids=WRITTEN)
 
 
-def half_of_the_written_on_each(rank: int) -> dict[str, list[Tensor]]:
-    """For `two_ranks`: what synchronisation makes of these metrics, asked twice."""
+def written_on_each(parts: list[slice]) -> dict[str, list[Tensor]]:
+    """What synchronisation makes of these metrics on several ranks, asked twice."""
     found = {}
     for name, written in WRITTEN.items():
         metric = written.new()
-        metric.update(**written.batch(slice(3) if rank == 0 else slice(3, 4)))
+        metric.update(**written.batch(parts[dist.get_rank()]))
         found[name] = [metric.compute(), metric.compute()]
     return found
 
