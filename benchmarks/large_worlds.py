@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import ceil, log2
-from pickle import dumps
 from typing import NamedTuple
 
-from payload import formula, layout
+from payload import bytes_of_names, formula
 from table import header
 
 from lightning_attn.statistics import resolve
@@ -38,7 +37,7 @@ HEADER = header(
 def large_world_rows() -> Iterator[str]:
     """The table, for one model and the default set of statistics."""
     payload = formula(LAYERS, HEADS, resolve(None))
-    names = len(dumps(layout(LAYERS, HEADS)))
+    names = bytes_of_names(LAYERS, HEADS)
     for ranks in WORLDS:
         for way, seconds_of in WAYS.items():
             fast, slow = (

@@ -34,7 +34,8 @@ def formula(layers: int, heads: int, statistics: Sequence[type[Statistic]], numb
     """
     maxima = sum(statistic.joined_by == "max" for statistic in statistics)
     means = len(statistics) - maxima
-    flags = 1 + 2 * layers  # an unknown site; of each site, whether it failed and whether it ran
+    signals = 5  # whether a rank has news; its step and what it was asked for, each twice, to be compared
+    flags = signals + 2 * layers  # of each site, whether it failed and whether it ran
     return (
         BYTES_OF_A_NUMBER * 2 * means * layers * heads,
         BYTES_OF_A_NUMBER * (flags + numbers + maxima * layers * heads),
@@ -58,6 +59,11 @@ def payload_rows() -> Iterator[str]:
             f"| {layers} layers × {heads} heads | {choice}, {len(statistics)} | {entries:.1f} | {_kilobytes(added)} "
             f"| {_kilobytes(largest)} | {_kilobytes(added + largest)} | {_kilobytes(names)} |"
         )
+
+
+def bytes_of_names(layers: int, heads: int) -> int:
+    """What a rank tells all others at first, with the default set of statistics."""
+    return int(on_ranks(_bytes_of_a_capture, layers, heads, resolve(None), ranks=2, backend="gloo")[2])
 
 
 def _cases() -> list[tuple[int, int, str]]:

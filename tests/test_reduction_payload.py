@@ -16,6 +16,7 @@ from lightning_attn.statistics.measure import Sums
 
 CPU = torch.device("cpu")
 BYTES = 8  # of a number in double precision
+SIGNALS = 5  # whether there is news; the step, and what was asked for, each twice
 
 
 def bytes_of_captures(layers: int, heads: int, statistics: str | list[str] | None, numbers: int) -> list[list[Any]]:
@@ -47,10 +48,10 @@ def test_a_capture_sends_what_the_formula_says(
     maxima = sum(statistic.joined_by == "max" for statistic in resolve(statistics))
     means = len(resolve(statistics)) - maxima
     added = BYTES * 2 * means * layers * heads
-    largest = BYTES * (1 + 2 * layers + numbers + maxima * layers * heads)
+    largest = BYTES * (SIGNALS + 2 * layers + numbers + maxima * layers * heads)
     for first, second in ranks(bytes_of_captures, layers, heads, statistics, numbers):
-        # At first no site is known, and all there is to say is that there are unknown ones.
-        assert first == [("MAX", BYTES * (1 + numbers)), ("MAX", largest), ("SUM", added)]
+        # At first nothing is known, and all there is to say is that there is news.
+        assert first == [("MAX", BYTES * SIGNALS), ("MAX", largest), ("SUM", added)]
         assert second == [("MAX", largest), ("SUM", added)]
 
 
