@@ -26,7 +26,7 @@ docs: $(READY) ## write what is made of the statistics' own words: docs/statisti
 # Test it
 
 test: $(READY) ## run the tests, all but the slow ones
-	$(BIN)/pytest -n auto --maxprocesses 4 -m "not slow"
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow"
 
 test-slow: $(READY) ## run the slow tests, if there are any (pytest exits with 5 when it finds none)
 	@if grep -rqw slow tests --include='*.py'; then $(BIN)/pytest -m slow || [ $$? -eq 5 ]; else echo "No slow tests."; fi
