@@ -72,6 +72,11 @@ STATISTICS = [
     for name, statistic in known_statistics().items()
     if not (issubclass(statistic, RowStatistic) and statistic.compares_sequences)
 ]
+#: These choose a key or count what is above a threshold: a rounding in bfloat16 may move them by a whole sequence.
+BY_DECISION = {
+    *("any_sink_rate", "large_logit_ratio", "leader_position"),
+    *("massive_activation_rate", "sink_position", "sink_rate"),
+}
 
 
 class Attention(nn.Module):
@@ -343,7 +348,7 @@ def check(cell: Cell, world: World, precision: Precision, expected: Sequence[Sna
     expected = expected[::every_n_steps]
     if len(monitor.history) != len(expected):
         return Outcome("fails", reason=f"{len(monitor.history)} captures, not {len(expected)}")
-    worst, place = max(differences(monitor.history, expected))
+    worst, place = max(differences(monitor.history, expected, precision))
     loss = max(abs(a - b) / abs(b) for a, b in zip(watched, plain, strict=True))
     # Eager kernels round otherwise than compiled ones do.
     is_right = worst <= TOLERANCES[precision] and loss <= (TOLERANCES[precision] if cell.is_compiled else 0.0)
@@ -351,13 +356,17 @@ def check(cell: Cell, world: World, precision: Precision, expected: Sequence[Sna
     return Outcome("OK" if is_right else "differs", f"{worst:.1e} ({place})", losses)
 
 
-def differences(found: Iterable[Snapshot], expected: Iterable[Snapshot]) -> Iterator[tuple[float, str]]:
+def differences(
+    found: Iterable[Snapshot], expected: Iterable[Snapshot], precision: Precision
+) -> Iterator[tuple[float, str]]:
     """How far each statistic of each snapshot is from the truth, and which it is."""
     for snapshot, true in zip(found, expected, strict=True):
         if dict(snapshot.heads) != dict(true.heads):
             yield math.inf, f"heads {dict(snapshot.heads)}"[:60]
             continue
         for statistic in STATISTICS:
+            if precision == "bf16-mixed" and statistic in BY_DECISION:
+                continue
             yield difference(snapshot, true, statistic), statistic
 
 
