@@ -12,7 +12,6 @@ layout in memory, and what follows from them is worked out at a product.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ from lightning_attn.capture.composition import (
 )
 from lightning_attn.capture.isolation import without_function_modes
 from lightning_attn.capture.making import Made, MadeByLayer, MadeByProduct, MadeOfSeveral, Origin
+from lightning_attn.capture.notes import Notes
 from lightning_attn.capture.opaque import is_opaque
 
 #: Layers by the axis, counted from the last, in which they write channels.
@@ -66,7 +66,7 @@ class ChannelTrail:
     """What is known of the channels of tensors, for as long as they live."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._known: Notes[Made] = Notes()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -83,10 +83,7 @@ class ChannelTrail:
         layer = _LAYERS.get(function)
         sources: list[Made] = []
         if layer is None:
-            for operand in operands:
-                known = self._known.get(id(operand))
-                if known is not None and known[0]() is operand:
-                    sources.append(known[1])
+            sources += filter(None, map(self._known.get, operands))
             if not sources:
                 return
         origin = (
@@ -113,7 +110,7 @@ class ChannelTrail:
     def follow_product(self, product: Contraction, result: Tensor, constant: Tensor | None) -> None:
         """Note what a product made: of two activations, or of one and a constant, which is then a layer."""
         operands = (product.left, product.right)
-        sources = [None if operand is constant else self._get(operand) for operand in operands]
+        sources = [None if operand is constant else self._known.get(operand) for operand in operands]
         with without_function_modes():
             are_constant = [operand is constant for operand in operands]
             data = product.left if constant is product.right else product.right
@@ -140,12 +137,12 @@ class ChannelTrail:
 
     def are_reordered(self, query: Tensor, key: Tensor) -> bool:
         """Whether queries are known to be in another order than keys, or the other way round, or some of them only."""
-        made = [self._get(tensor) for tensor in (query, key)]
+        made = [self._known.get(tensor) for tensor in (query, key)]
         return len({one is not None and one.is_reordered for one in made}) > 1
 
     def overlap(self, tensor: Tensor) -> bool:
         """Whether a tensor is known to hold windows of tokens that overlap."""
-        made = self._get(tensor)
+        made = self._known.get(tensor)
         if made is None:
             return overlaps_itself(tensor)
         made.settle()
@@ -185,39 +182,35 @@ class ChannelTrail:
 
     def are_places(self, tensor: Tensor, axes: Sequence[int]) -> bool:
         """Whether some axes of a tensor, counted from the last, are known to hold no channels and no heads."""
-        made = self._get(tensor)
+        made = self._known.get(tensor)
         known = None if made is None else made.settle()
         return known is not None and all(len(known.axes) >= -axis and known.axes[axis] == PLACE for axis in axes)
 
     def _is_single(self, tensor: Tensor, axes: Sequence[int]) -> bool:
-        made = self._get(tensor)
+        made = self._known.get(tensor)
         return made is not None and made.settle() is not None and any(made.shape[axis] == 1 for axis in axes)
 
     def _meaning(self, tensor: Tensor, axis: int) -> str:
-        made = self._get(tensor)
+        made = self._known.get(tensor)
         known = None if made is None else made.settle()
         return PLACE if known is None or len(known.axes) < -axis else known.axes[axis]
 
     def _composition(self, tensors: Sequence[Tensor], axis: int) -> Composition | None:
         composition: Composition | None = None
         for tensor in tensors:
-            made = self._get(tensor)
+            made = self._known.get(tensor)
             known = None if made is None else made.settle()
             if known is not None and len(known.axes) >= -axis:
                 composition = heads_first_known(composition, known.compositions[axis])
         return None if composition and any(part.meaning == REPEATED for part in composition) else composition
 
     def _compares_channels(self, operand: Tensor, summed: Sequence[int], compared: Sequence[int]) -> bool:
-        made = self._get(operand)
+        made = self._known.get(operand)
         known = None if made is None else made.settle()
         axes = () if known is None else known.axes
         if known is None or any(axes[axis] in (CHANNEL, MIXED) for axis in summed):
             return False
         return any(axes[axis] == CHANNEL for axis in compared)
-
-    def _get(self, tensor: Tensor) -> Made | None:
-        known = self._known.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
 
     def _set(self, tensor: Tensor, made: Made) -> None:
         try:
@@ -227,11 +220,4 @@ class ChannelTrail:
             return
         if made.way > _LONGEST_WAY:
             made.settle()
-        key = id(tensor)
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is reference:
-                del self._known[key]
-
-        self._known[key] = (weakref.ref(tensor, forget), made)
+        self._known.set(tensor, made)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn import functional
 from lightning_attn.capture.call_stack import innermost_module
 from lightning_attn.capture.head_share import HeadShare
 from lightning_attn.capture.module_tree import modules_of, parameters_of
+from lightning_attn.capture.notes import Notes
 from lightning_attn.capture.refusals import HEADS_OF_OTHER_RANKS, Refusal
 from lightning_attn.capture.spread import (
     Part,
@@ -63,7 +63,7 @@ class HeadTrail:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], _Holding]] = {}
+        self._known: Notes[_Holding] = Notes()
         #: The weights that are spread over ranks, by the modules that have some.
         self._weights = {module: weights for module in modules_of(model) if (weights := _spread_weights(module))}
         self._is_divided = bool(self._weights) or any(_is_marked(weight) for weight in parameters_of(model))
@@ -139,27 +139,15 @@ class HeadTrail:
         if is_spread(tensor):
             holding = _of_spread(tensor, holding)
             if holding is not None:
-                self._set(held(tensor), holding)  # which is what leaves it, where no gradient is wanted
+                self._known.set(held(tensor), holding)  # which is what leaves it, where no gradient is wanted
         if holding is not None:
-            self._set(tensor, holding)
+            self._known.set(tensor, holding)
 
     def _get(self, tensor: Tensor) -> _Holding | None:
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        if isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and is_spread(tensor):
+        known = self._known.get(tensor)
+        if known is None and isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and is_spread(tensor):
             return _Holding(HeadShare.of(part_of(tensor, 0)))
-        return None
-
-    def _set(self, tensor: Tensor, holding: _Holding) -> None:
-        key = id(tensor)
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is reference:
-                del self._known[key]
-
-        self._known[key] = (weakref.ref(tensor, forget), holding)
+        return known
 
 
 def is_attention_of_travelling_keys(called: Any) -> bool:

@@ -5,7 +5,6 @@ A trail leads from logits to a softmax to weights; each kind of thing on it is a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from lightning_attn.capture.axes import Axes, is_view
 from lightning_attn.capture.call import HIDING_PENALTY
 from lightning_attn.capture.composition import Division
+from lightning_attn.capture.notes import Notes
 from lightning_attn.capture.refusals import Refusal
 from lightning_attn.capture.softmax.open_trails import Place
 
@@ -220,46 +220,34 @@ SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 class Trail:
     """What is known of tensors, for as long as they live.
 
-    They are told apart as objects: the number that `id` gives is used again for another one.
-
     Args:
         constants: tensors that live as long as this does, and that no data went into.
     """
 
     def __init__(self, constants: Iterable[Tensor] = ()) -> None:
         self._constants = {id(tensor): tensor for tensor in constants}
-        self._known: dict[int, tuple[weakref.ref[Tensor], Followed]] = {}
+        self._known: Notes[Followed] = Notes()
 
     def get(self, thing: object) -> Followed | None:
         """What is known of a tensor."""
-        known = self._known.get(id(thing))
-        if known is not None and known[0]() is thing:
-            return known[1]
-        if self._constants.get(id(thing)) is thing or type(thing) is nn.Parameter:
+        known = self._known.get(thing)
+        if known is None and (self._constants.get(id(thing)) is thing or type(thing) is nn.Parameter):
             return CONSTANT
-        return None
+        return known
 
     def set(self, tensor: Tensor, followed: Followed | None) -> None:
         """Know something of a tensor from now on, or nothing any more."""
-        key = id(tensor)
         if followed is None:
-            self._known.pop(key, None)
-            self._constants.pop(key, None)
-            return
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is reference:
-                del self._known[key]
-
-        self._known[key] = (weakref.ref(tensor, forget), followed)
+            self._known.drop(tensor)
+            self._constants.pop(id(tensor), None)
+        else:
+            self._known.set(tensor, followed)
 
     def write_data(self, tensor: Tensor) -> None:
         """Data were written into a tensor: what shares its memory is no constant any more."""
         self.set(tensor, None)
-        for reference, followed in list(self._known.values()):
-            other = reference()
-            if other is not None and isinstance(followed, Constant) and is_view(other, tensor):
+        for other, followed in self._known.items():
+            if isinstance(followed, Constant) and is_view(other, tensor):
                 self.set(other, None)
         for other in list(self._constants.values()):
             if is_view(other, tensor):
