@@ -76,6 +76,9 @@ class Findings:
         return sums if share is None else sums.among_heads(*share.of_heads(sums.heads))
 
     def _join(self, site: str, found: Sums) -> None:
+        share = self._shares[site]
+        if share is not None:
+            share.of_heads(found.heads)  # raises, if these are none
         known = self._sums.get(site)
         if known is not None and known.heads != found.heads:
             raise UnreadableError(

@@ -171,7 +171,7 @@ class Capture:
             return
         if self._heads is not None:
             self._operands = tensors_among(args, kwargs)
-            self._heads.see(function, self._operands, result)
+            self._heads.see(function, args, self._operands, result)
             args, kwargs, result = held_by_rank(args, kwargs, result)
         if declared is None:
             if self._follower is not None:
@@ -197,7 +197,7 @@ class Capture:
         name = name_of_opaque(called)
         if self._heads is not None:
             self._operands = tensors_among(args, kwargs)
-            self._heads.see(called, self._operands, result)
+            self._heads.see(called, args, self._operands, result)
             args, kwargs, result = held_by_rank(args, kwargs, result)
             if is_attention_of_travelling_keys(called):
                 self.take(_refusing(KEYS_OF_OTHER_RANKS), torch.device("cpu"))
@@ -226,7 +226,7 @@ class Capture:
                 attention.modules,
                 attention.read,
                 device=lambda: attention.device,
-                operands=self._operands,  # it is found at the product of its weights and values
+                operands=self._operands[:1],  # it is found where its weights multiply values
                 rows=attention.rows,
             )
         )
@@ -314,7 +314,10 @@ class Capture:
             return False
         sampling = self._sampling(module, device)
         with isolated(device):
-            call = self._with_share(self._read(module, sighting, sampling), sighting.operands)
+            call = self._read(module, sighting, sampling)
+            if not call.heads:  # where ranks divide fewer heads than there are ranks
+                return False
+            call = self._with_share(call, module, sighting.operands)
             if sighting.is_told:
                 self._told.tell(module, call)
             elif self._told.is_known(sighting.modules, call):
@@ -352,18 +355,22 @@ class Capture:
         forward = self._forwards.of(module)
         return call if forward is None else _placed(call, forward, self._max_sequences)
 
-    def _with_share(self, call: AttentionCall, operands: Sequence[Tensor]) -> AttentionCall:
+    def _with_share(self, call: AttentionCall, module: nn.Module, operands: Sequence[Tensor]) -> AttentionCall:
         """The call with which heads of its site it has, where ranks divide them and it does not tell itself.
 
         Raises:
             UnreadableError: if that cannot be told, or a rank holds a part of the tokens.
         """
-        if self._heads is None:
+        share = call.share
+        if self._heads is not None and share is None:
+            share = self._heads.of(operands, module)
+        if share is None:
             return call
-        share = self._heads.of(operands) if call.share is None else call.share
-        if share is not None:
-            share.of_heads(call.heads)
-        return call if share is None else replace(call, share=share)
+        # With sequence parallelism the module is given a part of the tokens that it attends to.
+        forward = self._forwards.of(module)
+        given = [] if forward is None else [shape[1] for shape in forward.given]
+        is_of_all_tokens = call.is_of_all_tokens or any(tokens and call.queries % tokens == 0 for tokens in given)
+        return replace(call, share=share, is_of_all_tokens=is_of_all_tokens)
 
     def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Look at a module that returns: whether it computed attention, and what entered and left it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from lightning_attn.capture.call import AttentionCall, unhidden_by
+from lightning_attn.capture.refusals import UnreadableError
 
 
 def seen_keys(call: AttentionCall) -> str:
@@ -38,8 +39,11 @@ def heads(call: AttentionCall) -> str:
     if call.group > 1:
         parts.append(f"in groups of {call.group}")
     if call.share is not None:
-        first, in_all = call.share.of_heads(call.heads)
-        parts.append(f"from #{first} of {in_all}")
+        try:
+            first, in_all = call.share.of_heads(call.heads)
+            parts.append(f"from #{first} of {in_all}")
+        except UnreadableError:
+            parts.append("of several ranks")  # one of a loop over heads that ranks divide unevenly
     return " ".join(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from lightning_attn.capture.refusals import HEADS_IN_PIECES
 from lightning_attn.capture.spread import Part
@@ -10,7 +11,7 @@ from lightning_attn.capture.spread import Part
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of a site that this rank computes, in heads or in channels of the projection that made them.
+    """The heads of a site that this rank computes, as a share of all: equal where the heads are.
 
     Args:
         start: what other ranks hold before it.
@@ -24,8 +25,11 @@ class HeadShare:
 
     @classmethod
     def of(cls, part: Part) -> HeadShare | None:
-        """The share that a part of an axis amounts to; ``None`` for all of it."""
-        return cls(part.start, part.held, part.whole) if 0 < part.held < part.whole else None
+        """The share that a part of an axis, of heads or of channels, amounts to; ``None`` for all of it or nothing."""
+        if not 0 < part.held < part.whole:
+            return None
+        unit = gcd(part.start, part.held, part.whole)
+        return cls(part.start // unit, part.held // unit, part.whole // unit)
 
     def of_heads(self, heads: int) -> tuple[int, int]:
         """The number of the first of these heads among all, and how many there are in all.

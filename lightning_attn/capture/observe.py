@@ -13,7 +13,7 @@ from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.head_share import HeadShare
 from lightning_attn.capture.reader import Sampling, Sightings, intercepts
 from lightning_attn.capture.refusals import UnreadableError
-from lightning_attn.capture.spread import held_by_rank
+from lightning_attn.capture.spread import Part, held_by_rank
 
 _WATCHING: list[Sightings] = []
 
@@ -169,7 +169,7 @@ def _share(heads: int, first_head: int | None, all_heads: int | None) -> HeadSha
             f"`first_head` and `all_heads` given to `observe` must both be integers, with the {heads} heads of this "
             f"rank within all of them, got {first_head!r} and {all_heads!r}"
         )
-    return HeadShare(first_head, heads, all_heads)
+    return HeadShare.of(Part(first_head, heads, all_heads))
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

@@ -100,7 +100,7 @@ KEYS_OF_OTHER_RANKS = Refusal(
 )
 SUMS_OF_RANKS = Refusal("its queries, keys or logits are sums over ranks that were not added up yet")
 HEADS_OF_OTHER_RANKS = Refusal(
-    "its heads are divided among ranks, and which of them are computed here cannot be told",
+    "its heads or tokens are divided among ranks, and which of them are computed here cannot be told",
     way_out=f"With `first_head` and `all_heads`, {WAY_OUT}",
 )
 OTHER_HEADS_OF_RANK = Refusal(

@@ -7,7 +7,6 @@ computed with one may communicate, so that nothing here is: only what the rank h
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_attn.capture.isolation import without_function_modes
-from lightning_attn.capture.refusals import KEYS_OF_OTHER_RANKS, SUMS_OF_RANKS, Refusal
-
-#: The axes of queries, keys and values (…, H, N, D), and of weights (…, H, N, M), that a rank must hold all of.
-_LAST_BUT_ONE, _LAST = -2, -1
 
 
 @dataclass(frozen=True)
@@ -114,27 +109,11 @@ def sharded_axes(tensor: Any) -> set[int]:
     return {axis for axis in range(tensor.dim()) if sharding(tensor, axis)}
 
 
-def refusal_of_call(operands: Iterable[object]) -> Refusal | None:
-    """Why an attention cannot be read on this rank alone, if it cannot.
-
-    Args:
-        operands: queries, keys and values (…, H, N, D), or weights (…, H, N, M) and values.
-    """
-    return next(filter(None, (_refusal(operand) for operand in operands if is_spread(operand))), None)
-
-
 def is_whole_but_for_sequences(tensor: Any) -> bool:
     """Whether this rank holds all of a tensor (B, …) that is spread over ranks, or all of some sequences."""
-    return not _is_sum(tensor) and sharded_axes(tensor) <= {0}
+    return not is_sum(tensor) and sharded_axes(tensor) <= {0}
 
 
-def _refusal(tensor: Any) -> Refusal | None:
-    if _is_sum(tensor):
-        return SUMS_OF_RANKS
-    dimensions = tensor.dim()
-    split = {axis - dimensions for axis in sharded_axes(tensor)}
-    return KEYS_OF_OTHER_RANKS if split & {_LAST, _LAST_BUT_ONE} else None
-
-
-def _is_sum(tensor: Any) -> bool:
+def is_sum(tensor: Any) -> bool:
+    """Whether a tensor stands for the sum of what ranks hold, which was not taken yet."""
     return any(placement.is_partial() for placement in tensor.placements)

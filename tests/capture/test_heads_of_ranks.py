@@ -312,18 +312,18 @@ def looked_at() -> tuple[int, int]:
     from lightning_attn.capture.head_trail import HeadTrail
 
     followed = 0
-    follow = HeadTrail._follow
+    made = HeadTrail._made
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> Any:
         nonlocal followed
         followed += 1
-        follow(*arguments)
+        return made(*arguments)
 
-    HeadTrail._follow = counted
+    HeadTrail._made = counted
     try:
         snapshot, _ = seen(Whole(), tokens())
     finally:
-        HeadTrail._follow = follow
+        HeadTrail._made = made
     return followed, len(snapshot)
 
 
@@ -335,18 +335,18 @@ def test_a_model_that_is_not_divided_is_not_followed_for_it(ranks: RankPool) -> 
 
 
 def faulty() -> Seen:
-    from lightning_attn.capture import head_trail
+    from lightning_attn.capture import holding
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such mesh")
 
-    part_of, head_trail.part_of = head_trail.part_of, fails
+    part_of, holding.part_of = holding.part_of, fails
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     half = query_of_all().chunk(2, dim=1)[dist.get_rank()]
     try:
         return seen(Attends(), DTensor.from_local(half, mesh, [Shard(1)], run_check=False))
     finally:
-        head_trail.part_of = part_of
+        holding.part_of = part_of
 
 
 def test_heads_whose_share_cannot_be_found_are_not_taken_for_all(ranks: RankPool) -> None:
