@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -152,6 +153,86 @@ class RawWeights(Attention):
         return [functional.linear(tokens, w).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in weights]
 
 
+class Gated(Attention):
+    """What every rank has whole comes before what it has a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def projected(self, tokens: Tensor) -> list[Tensor]:
+        query, key, value = super().projected(tokens)
+        return [self.gate(tokens).sigmoid()[:, None] * query, key, value]
+
+
+class BiasedByPosition(Attention):
+    """A bias of all heads, of which a rank takes its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(2, HEADS)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        position = torch.arange(LENGTH, dtype=query.dtype)
+        offset = position[:, None] - position
+        bias = self.bias(torch.stack([offset.sin(), offset.cos()], dim=-1)).permute(2, 0, 1)
+        heads = query.shape[1]
+        part = dist.get_rank() if heads < HEADS else 0
+        bias = bias[heads * part : heads * (part + 1)]
+        return (bias + query @ key.transpose(-1, -2) / HEAD**0.5).softmax(-1) @ value
+
+
+class LayerWithinHeads(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = nn.Linear(HEAD, HEAD)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(self.within(query), self.within(key), value)
+
+
+class WrittenInto(Attention):
+    """As DeepSeek writes the parts of its queries into new memory."""
+
+    def projected(self, tokens: Tensor) -> list[Tensor]:
+        query, key, value = super().projected(tokens)
+        whole = self.norm(tokens)[:, None, :, :HEAD]
+        memory = whole.new_empty(query.shape)
+        memory[..., : HEAD // 2] = query[..., : HEAD // 2]
+        memory[..., HEAD // 2 :] = query[..., HEAD // 2 :]
+        return [memory, key, value]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Linear(WIDTH, WIDTH)
+
+
+class FewerKeyHeadsOfRawWeights(RawWeights):
+    """The keys' weight, whole, is as wide as a rank's part of the queries'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key_weight, self.value_weight = (
+            nn.Parameter(weight[: WIDTH // 2].detach()) for weight in (self.key_weight, self.value_weight)
+        )
+
+
+class RawProducts(RawWeights):
+    """Products with weights that are turned round, and one by letters."""
+
+    def projected(self, tokens: Tensor) -> list[Tensor]:
+        weights = [
+            weight.to_local() if isinstance(weight, DTensor) else weight
+            for weight in (self.query_weight, self.key_weight, self.value_weight)
+        ]
+        flat = [
+            tokens @ weights[0].T,
+            torch.matmul(tokens, weights[1].t()),
+            torch.einsum("bnl,fl->bnf", tokens, weights[2]),
+        ]
+        return [tensor.unflatten(-1, (-1, HEAD)).transpose(1, 2) for tensor in flat]
+
+
 class Block(nn.Module):
     def __init__(self, attention: Callable[[], Attention]) -> None:
         super().__init__()
@@ -256,7 +337,7 @@ def mesh_of_all() -> DeviceMesh:
 
 ATTENTIONS = [
     *(Attention, FewerKeyHeads, OneKeyHead, RepeatedKeyHeads, Fused, Written, HeadByHead, NormedAndRotated),
-    *(Told, RawWeights),
+    *(Told, RawWeights, RawProducts, FewerKeyHeadsOfRawWeights, Gated, BiasedByPosition, LayerWithinHeads, WrittenInto),
 ]
 
 
@@ -296,7 +377,7 @@ def without_gradients(attention: type[Attention]) -> Values:
         return observed(model, batch(), backward=False)
 
 
-@pytest.mark.parametrize("attention", [Attention, Fused, Written])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_heads_are_told_without_gradients_as_well(ranks: RankPool, attention: type[Attention]) -> None:
     assert_equal(ranks(without_gradients, attention), observed(made(attention), batch(), backward=False))
 
@@ -362,9 +443,106 @@ def test_heads_that_the_model_gathers_itself_are_refused(ranks: RankPool) -> Non
     assert all("divided among ranks, and which of them are computed here cannot be told" in line for line in first[1])
 
 
-def with_divided_sequences() -> Values:
+class Core(nn.Module):
+    """The attention as a module of its own, without weights."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class WithCore(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.core(query, key, value)
+
+
+def with_core_divided(given: Any, desired: Any, returned: Any, tokens: Tensor) -> tuple[Values, list[str]]:
+    """Only the attention itself is divided, by a layout of its queries, keys and values."""
+    mesh, model = mesh_of_all(), made(WithCore)
+    for block in model.blocks:
+        plan = {
+            "core": PrepareModuleInputOutput(
+                input_layouts=(given,) * 3,
+                desired_input_layouts=(desired,) * 3,
+                use_local_input=True,
+                output_layouts=desired,
+                desired_output_layouts=returned,
+            )
+        }
+        parallelize_module(block.attention, mesh, plan)
+    observer = AttentionObserver(model, statistics=["entropy", "max_logit"])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with observer:
+            model(tokens)
+        values = observer.snapshot().to_dict()
+    return values, [str(warning.message) for warning in said if issubclass(warning.category, AttentionWarning)]
+
+
+def by_layout_of_heads() -> Any:
+    return with_core_divided(Replicate(), Shard(1), Replicate(), batch())
+
+
+def by_exchange_of_tokens_for_heads() -> Any:
+    """As DeepSpeed-Ulysses does, by layouts of torch."""
+    tokens = batch().detach().chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
+    return with_core_divided(Shard(2), Shard(1), Shard(2), tokens.requires_grad_())
+
+
+def by_layout_of_tokens() -> Any:
+    return with_core_divided(Replicate(), Shard(2), Replicate(), batch())
+
+
+@pytest.mark.parametrize("divided", [by_layout_of_heads, by_exchange_of_tokens_for_heads])
+def test_a_layout_of_heads_is_followed_to_plain_tensors(ranks: RankPool, divided: Callable[[], Any]) -> None:
+    found = ranks(divided)
+    assert all(said == [] for _, said in found)
+    assert_equal([values for values, _ in found], observed(made(WithCore), batch(), ["entropy", "max_logit"]))
+
+
+def test_a_layout_of_tokens_is_refused_where_tensors_are_plain(ranks: RankPool) -> None:
+    first, second = ranks(by_layout_of_tokens)
+    assert first[0] == second[0] == {}
+    assert all("context parallelism, ring attention" in message for message in first[1])
+
+
+class ThreeHeads(Attention):
+    """Weights with an axis of heads, of which there may be fewer than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (3, HEAD, WIDTH)
+        self.weights = nn.ParameterList(torch.randn(shape) / WIDTH**0.5 for _ in range(3))
+        self.out = nn.Linear(3 * HEAD, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in self.weights]
+        query, key, value = (torch.einsum("bnl,hdl->bhnd", tokens, weight) for weight in weights)
+        functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return tokens
+
+
+def with_heads_divided_unevenly() -> Values:
+    mesh, model = mesh_of_all(), made(ThreeHeads)
+    for block in model.blocks:
+        for place, weight in enumerate(block.attention.weights):
+            block.attention.weights[place] = nn.Parameter(distribute_tensor(weight.data, mesh, [Shard(0)]))
+    return observed(model, batch(), backward=False)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_that_ranks_divide_unevenly(ranks: RankPool, size: int) -> None:
+    """Two of three and one, or one each and none."""
+    expected = observed(made(ThreeHeads), batch(), backward=False)
+    assert_equal(ranks(with_heads_divided_unevenly, ranks=size), expected)
+
+
+def with_divided_sequences(attention: type[Attention]) -> Values:
     """Sequence parallelism: the norms work on a part of the tokens each, and the attention on all."""
-    mesh, model = mesh_of_all(), made(Attention)
+    mesh, model = mesh_of_all(), made(attention)
     for block in model.blocks:
         parallelize_module(
             block,
@@ -384,9 +562,10 @@ def with_divided_sequences() -> Values:
     return observed(model, tokens)
 
 
-def test_sequence_parallelism_around_the_attention(ranks: RankPool) -> None:
+@pytest.mark.parametrize("attention", [Attention, HeadByHead])
+def test_sequence_parallelism_around_the_attention(ranks: RankPool, attention: type[Attention]) -> None:
     """What leaves the attention is divided among ranks, so that what compares it with what entered is absent."""
-    found, expected = ranks(with_divided_sequences), observed(made(Attention), batch())
+    found, expected = ranks(with_divided_sequences, attention), observed(made(attention), batch())
     known = known_statistics().values()
     leaving = {s.name for s in known if issubclass(s, StateStatistic) and s.needs_leaving}
     assert leaving
