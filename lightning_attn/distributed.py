@@ -142,7 +142,8 @@ class RankReduction:
     ) -> tuple[_Signals, Tensor]:
         """What ranks tell each other, and the largest entries of all ranks."""
         layout, sites = self._layout, self._layout.sites
-        has_news = bool(messages.held) or not layout.has_room(mine.heads, mine.statistics, len(self.numbers))
+        has_room = layout.has_room(mine.heads, mine.statistics, len(self.numbers))
+        has_news = world_size() > 1 and (bool(messages.held) or not has_room)  # alone there is nobody to tell
         asked = crc32(repr((mine.names, len(self.numbers))).encode())
         says = [has_news, self.step, -self.step, asked, -asked]
         flags = [*(site in quiet for site in sites), *(site in mine.sums for site in sites)]
