@@ -1,0 +1,66 @@
+"""What a rule found, at one place and one step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+#: How bad it is: worth knowing, likely to cost loss, or the run is being lost.
+Severity = Literal["info", "warning", "critical"]
+
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+
+
+@dataclass(frozen=True)
+class EarlyWarning:
+    """That something begins to go wrong with a head, a site or the whole model.
+
+    Args:
+        step: the optimiser step at which it was found.
+        rule: name of the rule.
+        severity: how bad it is.
+        site: where; ``None`` for all sites together.
+        head: which head; ``None`` for a site as a whole, or for all.
+        statistic: what tells it.
+        value: of the statistic.
+        limit: what it has gone beyond, or is about to; ``None`` where the rule has none.
+        since: the first step at which it was seen, without a break until now.
+        slope: change of the value per step; ``None`` where there are too few snapshots to tell.
+        predicted_step: when the limit will be crossed, going on like this; ``None`` where nothing is predicted.
+        heads: how many heads are alike, where the rule counts heads; the one named is the worst.
+        of_heads: out of how many.
+        meaning: what follows.
+        remedy: what to try.
+    """
+
+    step: int
+    rule: str
+    severity: Severity
+    site: str | None
+    head: int | None
+    statistic: str
+    value: float
+    limit: float | None = None
+    since: int | None = None
+    slope: float | None = None
+    predicted_step: int | None = None
+    heads: int | None = None
+    of_heads: int | None = None
+    meaning: str = ""
+    remedy: str = ""
+
+    @property
+    def place(self) -> str:
+        """Site and head, for people."""
+        if self.site is None:
+            return "all sites"
+        return self.site if self.head is None else f"{self.site} #{self.head}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, ready for JSON and checkpoints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EarlyWarning:
+        """What `to_dict` was made of; names that this version does not know are left out."""
+        return cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})

@@ -1,0 +1,160 @@
+"""What every rule is: a pure function of the newest snapshots, and a few words for people."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_attn.warning.early_warning import SEVERITIES, Severity
+from lightning_attn.warning.series import Place, Record
+
+
+@dataclass(frozen=True)
+class Sign:
+    """That a rule's fault is there, at one place, in the last snapshot.
+
+    Args:
+        place: where.
+        statistic: what tells it.
+        value: of the statistic.
+        limit: what it has gone beyond, or is about to; ``None`` where there is none.
+        grade: which of the rule's limits, from 1 on; a higher one is worse. 0 where the value is back within the limit
+            but not far: this keeps what was warned of from being warned of anew, and warns of nothing.
+        slope: change of the value per step, where the rule knows it better than from the values alone.
+        predicted_step: when the limit will be crossed.
+        worst: the worst head, where the place is more than one head.
+        heads: how many heads are alike, where heads are counted.
+        of_heads: out of how many.
+    """
+
+    place: Place
+    statistic: str
+    value: float
+    limit: float | None = None
+    grade: int = 1
+    slope: float | None = None
+    predicted_step: int | None = None
+    worst: Place | None = None
+    heads: int | None = None
+    of_heads: int | None = None
+
+
+class Rule(ABC):
+    """Says of the newest snapshots where a fault is.
+
+    A rule remembers nothing: how long a sign must last before it counts, and that each fault is warned of once, is
+    seen to by `Watch`. It cannot be changed once it is made, and rules of equal arguments are equal.
+
+    Write one of your own by giving it a name, the statistics it reads, and `signs`:
+
+        >>> from lightning_attn.warning import Place, Rule, Sign
+        >>> class DeafHead(Rule):
+        ...     '''A head that looks at nothing but itself.'''
+        ...
+        ...     meaning = "The head passes its values on as if there were no attention."
+        ...     remedy = "Look at its masks."
+        ...
+        ...     def __init__(self, limit: float = 0.95) -> None:
+        ...         super().__init__("deaf_head", ["self_weight"], severity="info", patience=3)
+        ...         self._keep(limit=limit)
+        ...
+        ...     def signs(self, record):
+        ...         series = record.series("self_weight")
+        ...         for place, value in zip(series.places, series.last_P):
+        ...             if value > self.limit:
+        ...                 yield Sign(place, "self_weight", value, self.limit)
+        >>> DeafHead(limit=0.9)
+        DeafHead(limit=0.9)
+
+    Args:
+        name: what it is called: by users, in tags and in files.
+        statistics: names of the statistics that it reads, which are captured for it.
+        severity: how bad its faults are; one for each grade where it has several.
+        warmup_steps: signs before that step do not count.
+        patience: so many snapshots in a row must show a sign before it counts.
+        snapshots: so many of the newest it needs to see.
+
+    Raises:
+        ValueError: if one of them is not allowed.
+    """
+
+    #: What follows if nothing is done.
+    meaning: str = ""
+    #: What to try.
+    remedy: str = ""
+
+    name: str
+    statistics: tuple[str, ...]
+    severities: tuple[Severity, ...]
+    warmup_steps: int
+    patience: int
+    snapshots: int
+
+    def __init__(
+        self,
+        name: str,
+        statistics: Sequence[str],
+        severity: Severity | Sequence[Severity] = "warning",
+        warmup_steps: int = 0,
+        patience: int = 1,
+        snapshots: int = 1,
+    ) -> None:
+        severities = (severity,) if isinstance(severity, str) else tuple(severity)
+        if not severities or not set(severities) <= set(SEVERITIES):
+            raise ValueError(f"`severity` must be one of {list(SEVERITIES)}, or one for each limit, got {severity!r}.")
+        check_count(warmup_steps, "warmup_steps", least=0)
+        check_count(patience, "patience", least=1)
+        check_count(snapshots, "snapshots", least=1)
+        self._keep(
+            name=name,
+            statistics=tuple(statistics),
+            severities=severities,
+            warmup_steps=warmup_steps,
+            patience=patience,
+            snapshots=snapshots,
+        )
+
+    @abstractmethod
+    def signs(self, record: Record) -> Iterable[Sign]:
+        """Every place at which the last snapshot shows the fault.
+
+        Args:
+            record: the newest snapshots.
+        """
+
+    def severity(self, grade: int) -> Severity:
+        """How bad a sign of some grade is."""
+        return self.severities[min(grade, len(self.severities)) - 1]
+
+    def _keep(self, **values: Any) -> None:
+        """Take up arguments; lists become tuples, since a rule does not change."""
+        vars(self).update({n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"A {type(self).__name__} cannot be changed once it is made; make another one.")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"A {type(self).__name__} cannot be changed once it is made; make another one.")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(sorted((name, repr(value)) for name, value in vars(self).items()))))
+
+    def __repr__(self) -> str:
+        base = {"name", "statistics", "severities", "warmup_steps", "patience", "snapshots"}
+        own = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in base)
+        return f"{type(self).__name__}({own})"
+
+
+def check_count(value: object, name: str, least: int) -> None:
+    """Refuse a number of things that is none.
+
+    Raises:
+        ValueError: if it is not an integer, or smaller than allowed.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")

@@ -1,0 +1,124 @@
+"""What enters the softmax: how large it is, how fast it grows, whether it is a number at all."""
+
+from __future__ import annotations
+
+from lightning_attn.warning.early_warning import Severity
+from lightning_attn.warning.limit_rule import LimitRule
+from lightning_attn.warning.trend_rule import TrendRule
+
+_TAME = (
+    "lower the learning rate or warm up longer; better, normalise queries and keys (q/k norm), or bound the logits "
+    "(a soft-cap, QK-clip)"
+)
+
+
+class LogitSpread(LimitRule):
+    """Logits of a head are so far apart that its softmax is all but hard.
+
+    It holds `logit_std`, the inverse temperature at which the head works, against limits that healthy runs do not
+    reach.
+
+    Args:
+        limits: of `logit_std`, increasing; one severity for each.
+        severity: how bad each is.
+        patience: so many snapshots in a row must be beyond.
+        warmup_steps: nothing is said before that step.
+    """
+
+    meaning = (
+        "The softmax of the head is all but hard: its weights hardly pass gradients on. Runs in which this goes on "
+        "growing stall: their loss looks fine for long, and ends high."
+    )
+    remedy = _TAME
+
+    def __init__(
+        self,
+        limits: list[float] = [25.0, 100.0],  # noqa: B006  never changed: it is kept as a tuple
+        severity: list[Severity] = ["warning", "critical"],  # noqa: B006
+        patience: int = 2,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(
+            "logit_spread", "logit_std", above=limits, severity=severity, patience=patience, warmup_steps=warmup_steps
+        )
+
+
+class LogitGrowth(TrendRule):
+    """The spread of a head's logits grows, does not level off, and will soon cross a limit.
+
+    Args:
+        limit: of `logit_std`.
+        horizon: within so many steps.
+        window: the newest snapshots that the trend is taken of.
+        patience: so many snapshots in a row must predict it.
+        warmup_steps: nothing is said before that step.
+    """
+
+    meaning = (
+        "The logits grow and do not level off. Growth that goes on hardens the softmax until gradients no longer pass; "
+        "the loss shows it long after."
+    )
+    remedy = _TAME
+
+    def __init__(
+        self,
+        limit: float = 25.0,
+        horizon: int = 50,
+        window: int = 8,
+        patience: int = 2,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(
+            "logit_growth",
+            "logit_std",
+            limit,
+            horizon=horizon,
+            window=window,
+            patience=patience,
+            warmup_steps=warmup_steps,
+        )
+
+
+class LogitLevel(LimitRule):
+    """The largest logit of a head is beyond 30, 100, 1000 or 10 000.
+
+    A level alone is no fault: healthy heads reach 30, and a healthy model of three billion parameters reached 318. 100
+    is where QK-clip begins to act (Kimi K2, arXiv:2507.20534), and 10 000 is what diverging runs of ViT-22B showed
+    (Wortsman et al. 2023, arXiv:2309.14322).
+
+    Args:
+        limits: of `max_logit`, increasing; one severity for each.
+        severity: how bad each is.
+        patience: so many snapshots in a row must be beyond.
+        warmup_steps: nothing is said before that step.
+    """
+
+    meaning = "Large logits come before a softmax that is all but hard, and leave no room in half precision."
+    remedy = _TAME
+
+    def __init__(
+        self,
+        limits: list[float] = [30.0, 100.0, 1e3, 1e4],  # noqa: B006
+        severity: list[Severity] = ["info", "info", "warning", "critical"],  # noqa: B006
+        patience: int = 2,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(
+            "logit_level", "max_logit", above=limits, severity=severity, patience=patience, warmup_steps=warmup_steps
+        )
+
+
+class NonFiniteLogits(LimitRule):
+    """Logits are infinite or NaN."""
+
+    meaning = (
+        "Some rows of the head have logits that are infinite or NaN: an overflow, or a NaN that came from before. Such "
+        "a row spoils everything behind it."
+    )
+    remedy = (
+        "look for the first layer that has them; compute attention in a wider dtype (bf16 or fp32 in the place of "
+        "fp16), lower the learning rate, clip gradients, and go back to the last good checkpoint"
+    )
+
+    def __init__(self) -> None:
+        super().__init__("non_finite_logits", "non_finite_share", above=0.0, severity="critical", patience=1)
