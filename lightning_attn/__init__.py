@@ -13,17 +13,21 @@ from lightning_attn.history import History  # noqa: E402
 from lightning_attn.observer import AttentionObserver  # noqa: E402
 from lightning_attn.snapshot import HeadValue, Snapshot, Summary  # noqa: E402
 from lightning_attn.transition import Transition, find_transition  # noqa: E402
+from lightning_attn.warning.early_warning import EarlyWarning  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_attn.callbacks import AttentionMonitor
+    from lightning_attn.callbacks import AttentionEarlyWarning, AttentionMonitor, EarlyWarningError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionCall",
+    "AttentionEarlyWarning",
     "AttentionMonitor",
     "AttentionObserver",
     "AttentionWarning",
+    "EarlyWarning",
+    "EarlyWarningError",
     "HeadValue",
     "History",
     "Recording",

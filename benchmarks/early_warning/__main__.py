@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import torch
+
 from runs import Runs
 
 #: The defaults of the rules were chosen on the first seeds, and are judged on the others.

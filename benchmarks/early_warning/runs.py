@@ -14,7 +14,7 @@ from settings import FAMILIES, Family
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_attn import AttentionMonitor, History, Snapshot
+from lightning_attn import AttentionMonitor, Snapshot
 
 #: The optimiser steps from one snapshot to the next.
 EVERY_N_STEPS = 10

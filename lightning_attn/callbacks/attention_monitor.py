@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 from lightning_attn.callbacks.cadence import check_positive
+from lightning_attn.callbacks.misconfiguration import misconfiguration
 from lightning_attn.callbacks.notices import Notices
 from lightning_attn.callbacks.schedule import CaptureSchedule
-from lightning_attn.callbacks.session import CaptureSession, Step
+from lightning_attn.callbacks.session import CaptureSession
 from lightning_attn.callbacks.snapshot_log import SnapshotLog
+from lightning_attn.callbacks.subscription import Subscription
 from lightning_attn.callbacks.summaries import check_summary_names, summary_value
-from lightning_attn.callbacks.trainer_steps import logger_step
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History
 from lightning_attn.request import Request
@@ -83,7 +82,7 @@ class AttentionMonitor(Callback):
         compiled: Literal["eager", "skip"] = "eager",
         max_overhead: float | None = None,
     ) -> None:
-        with _misconfiguration():
+        with misconfiguration():
             self._schedule = CaptureSchedule(every_n_steps, max_overhead)
             if heat_map_every_n_steps is not None:
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", "or None for no heat maps")
@@ -102,8 +101,9 @@ class AttentionMonitor(Callback):
                     f"`max_overhead` makes captures of training batches rarer, and must be None with stage='validate', "
                     f"which watches one batch of every validation run, got {max_overhead!r}."
                 )
-            self._request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict, compiled)
-            check_summary_names(metrics, self._request.names)
+            request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict, compiled)
+            check_summary_names(metrics, request.names)
+        self._subscription = Subscription(request)
         self._stage = stage
         self._callback_metrics: dict[str, float | None] = dict.fromkeys(metrics)
         self._print_summary = print_summary
@@ -121,8 +121,6 @@ class AttentionMonitor(Callback):
             prefix=prefix,
             max_overhead=max_overhead,
         )
-        self._is_watching = False
-        self._number = 0
         self._owes_metrics = False
         #: The snapshots of this run, oldest first.
         self.history = History(history_size)
@@ -154,8 +152,8 @@ class AttentionMonitor(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse patterns that no module has."""
-        with _misconfiguration():
-            self._request.sites.check(SiteNames(pl_module))
+        with misconfiguration():
+            self._subscription.request.sites.check(SiteNames(pl_module))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a run, or go on with one."""
@@ -168,13 +166,13 @@ class AttentionMonitor(Callback):
     ) -> None:
         """Have the batch watched if it is due."""
         if self._stage == "train" and self._schedule.batch_starts(trainer):
-            self._watch(trainer, pl_module, "training_step")
+            self._subscription.open(trainer, pl_module, "training_step", self._schedule.needed_steps)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the snapshot of a watched batch, and count the step."""
-        was_watched = self._is_watching
+        was_watched = self._subscription.is_open
         was_captured = was_watched and self._take_snapshot(trainer, pl_module)
         if self._owes_metrics and self._stage == "train":
             self._log_callback_metrics(pl_module)
@@ -190,31 +188,31 @@ class AttentionMonitor(Callback):
                 "whose dataloader has no batches then leaves validation out, and the others would wait for it."
             )
             return
-        self._watch(trainer, pl_module, "validation_step")
+        self._subscription.open(trainer, pl_module, "validation_step")
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Do not take the first batch of another dataloader for it, where the first dataloader is empty."""
-        if self._stage == "validate" and self._is_watching and dataloader_idx > 0:
+        if self._stage == "validate" and self._subscription.is_open and dataloader_idx > 0:
             CaptureSession.of(trainer).pass_over()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the snapshot of the watched batch, where every rank comes, however many batches it had."""
-        if self._stage == "validate" and self._is_watching:
+        if self._stage == "validate" and self._subscription.is_open:
             self._take_snapshot(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give up a batch that never ended."""
-        self._give_up(trainer)
+        self._subscription.give_up(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give up a batch that never ended."""
-        self._give_up(trainer)
+        self._subscription.give_up(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give up a batch that never ended."""
-        self._give_up(trainer)
+        self._subscription.give_up(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the most extreme heads, and write which of them went over from position to content or back."""
@@ -222,26 +220,14 @@ class AttentionMonitor(Callback):
         if self._print_summary and self.snapshot and trainer.is_global_zero:
             print(f"\n{self.snapshot.table()}")
 
-    def _watch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: Step) -> None:
-        session = CaptureSession.of(trainer)
-        self._number = session.request(trainer, pl_module, self._request, step, self._schedule.needed_steps)
-        self._is_watching = True
-
-    def _give_up(self, trainer: pl.Trainer) -> None:
-        if self._is_watching:
-            CaptureSession.of(trainer).close()
-            self._is_watching = False
-
     def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         """Give the watched step's snapshot to everyone who wants it; whether there was any attention."""
-        self._is_watching = False
-        session = CaptureSession.of(trainer)
-        snapshot = session.collect(logger_step(trainer)).select(self._request.sites, self._request.names)
+        snapshot = self._subscription.collect(trainer)
         if not snapshot:
             return False
         self.history.append(snapshot)
-        self._notices.warn_of_oddities(snapshot, self._request.sites)
-        self._schedule.settle(session.numbers[self._number])
+        self._notices.warn_of_oddities(snapshot, self._subscription.request.sites)
+        self._schedule.settle(self._subscription.number)
         interval = self._schedule.interval
         self._log.write(trainer, self.history, {} if interval is None else {"every_n_steps": interval})
         for name in self._callback_metrics:
@@ -274,12 +260,3 @@ def _allows_no_batches(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bo
         getattr(hooks, "allow_zero_length_dataloader_with_multiple_devices", False)
         for hooks in (pl_module, getattr(trainer, "datamodule", None))
     )
-
-
-@contextmanager
-def _misconfiguration() -> Iterator[None]:
-    """Raise bad arguments as Lightning's callbacks do."""
-    try:
-        yield
-    except ValueError as error:
-        raise MisconfigurationException(str(error)) from error

@@ -83,7 +83,8 @@ def may_cross(steps_T: Array, values_TP: Array, limit: float, horizon: float) ->
             log_TP = np.log(np.where(values_TP > _SMALLEST, values_TP, np.nan))
             ahead_P = log_TP[-1] + least_squares_slopes(steps_T, log_TP) * horizon
         crosses_P |= np.where(rises_P, ahead_P >= np.log(limit), ahead_P <= np.log(limit))
-    return crosses_P & np.isfinite(last_P)
+    found_P: Array = crosses_P & np.isfinite(last_P)
+    return found_P
 
 
 def robust_slope(steps_T: Array, values_T: Array) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class Watch:
 
     Args:
         rules: the rules, of different names.
+        report: told of a rule that failed, which is left out from then on; ``None`` raises what it raised.
 
     Example:
         >>> import torch
@@ -48,8 +49,10 @@ class Watch:
         3 []
     """
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[Rule], report: Callable[[Rule, Exception], None] | None = None) -> None:
         self.rules = tuple(rules)
+        self._report = report
+        self._failed: set[str] = set()
         self._keep = max([_SLOPE_SNAPSHOTS, *(rule.snapshots for rule in self.rules)])
         self.clear()
 
@@ -74,7 +77,7 @@ class Watch:
         }
 
     def _judged(self, rule: Rule, record: Record) -> list[EarlyWarning]:
-        signs = {sign.place: sign for sign in (rule.signs(record) if record.step >= rule.warmup_steps else ())}
+        signs = self._signs(rule, record)
         standings = self._standings.setdefault(rule.name, {})
         for place in list(standings):
             if place not in signs and (place.site is None or place.site in record.snapshots[-1].heads):
@@ -93,6 +96,18 @@ class Watch:
                 standing.warned_grade = grade
                 new.append((sign, standing))
         return _warnings(rule, record, new)
+
+    def _signs(self, rule: Rule, record: Record) -> dict[Place, Sign]:
+        if record.step < rule.warmup_steps or rule.name in self._failed:
+            return {}
+        try:
+            return {sign.place: sign for sign in rule.signs(record)}
+        except Exception as error:
+            if self._report is None:
+                raise
+            self._failed.add(rule.name)
+            self._report(rule, error)
+            return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to repeat nothing and lose nothing, in plain values and tensors."""

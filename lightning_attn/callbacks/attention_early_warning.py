@@ -1,0 +1,264 @@
+"""The callback that says which head is going wrong while the run can still be saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_attn.callbacks.cadence import check_positive
+from lightning_attn.callbacks.loggers import log_scalars, log_text
+from lightning_attn.callbacks.misconfiguration import misconfiguration
+from lightning_attn.callbacks.schedule import CaptureSchedule
+from lightning_attn.callbacks.subscription import Subscription
+from lightning_attn.callbacks.warning_actions import WarningActions
+from lightning_attn.callbacks.warning_file import WarningFile
+from lightning_attn.capture.report import AttentionWarning
+from lightning_attn.capture.sites import SiteNames
+from lightning_attn.request import Request
+from lightning_attn.snapshot import Snapshot
+from lightning_attn.warning.announcer import Announcer
+from lightning_attn.warning.early_warning import EarlyWarning
+from lightning_attn.warning.message import summary
+from lightning_attn.warning.rule import Rule
+from lightning_attn.warning.rules import built_in_rules
+from lightning_attn.warning.watch import Watch
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class AttentionEarlyWarning(Callback):
+    """Warns of attention that goes wrong, with the head, the trend and the remedy, before the loss shows it.
+
+    Every ``every_n_steps`` optimiser steps the statistics that its rules read are captured, as `AttentionMonitor` does
+    it, and the rules are held against them. What is new is told once: as a Python warning on rank zero, in TensorBoard,
+    as a line of JSON, and in `warnings`. It needs no logger and no monitor; beside a monitor a step is captured once.
+
+    All ranks see the same values and come to the same warnings, so that they stop, raise and save together.
+
+    Args:
+        rules: rules to be held against the run, beside those that come with the package; one of the same name takes the
+            place of a built-in one.
+        without: names of built-in rules that are left out; ``"all"`` leaves ``rules`` alone.
+        action: what is done about warnings and critical ones: ``"warn"`` says it; ``"stop"`` also ends training at the
+            end of the step, ``"raise"`` by an `EarlyWarningError`; ``"checkpoint"`` also saves the model, the first
+            time each rule warns; a function is called with the Trainer, the model and the list of new warnings. A list
+            for several of these; a mapping from severities (``"info"``, ``"warning"``, ``"critical"``) and names of
+            rules for different ones. Everything is said, whatever else is done.
+        every_n_steps: the optimiser steps from one capture to the next; see `AttentionMonitor`. Trends and patience are
+            counted in captures, so rarer ones warn later.
+        sites: glob patterns over `named_modules()` names of the LightningModule; ``None`` for all.
+        max_sequences: the first so many sequences of each rank's batch; ``None`` for all.
+        quiet_steps: when a rule has spoken, what else it finds in so many steps is told together afterwards, unless it
+            is more severe.
+        file: the file of JSON lines, in the directory of the Trainer's logger or its ``default_root_dir`` unless it is
+            an absolute path; ``None`` for none.
+        print_summary: whether all warnings are summed up when training ends.
+        strict: raise a fault in a statistic or a rule; by default it is reported, and its site or rule left alone.
+        compiled: what becomes of compiled modules on capture steps; see `AttentionMonitor`.
+        max_overhead: the share of the training time that captures may take; see `AttentionMonitor`.
+
+    Raises:
+        MisconfigurationException: if an argument is not allowed, or a pattern matches no module of the model.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> early_warning = AttentionEarlyWarning(action={"critical": ["checkpoint", "stop"]})
+        >>> trainer = Trainer(callbacks=[early_warning], logger=False, accelerator="cpu")
+        >>> early_warning.warnings
+        []
+    """
+
+    def __init__(
+        self,
+        rules: Rule | list[Rule] | None = None,
+        without: str | list[str] | None = None,
+        action: str | Callable[..., Any] | list[str] | dict[str, str | list[str]] = "warn",
+        every_n_steps: int | dict[int, int] = 10,
+        sites: str | list[str] | None = None,
+        max_sequences: int | None = 4,
+        quiet_steps: int = 100,
+        file: str | None = "attention_warnings.jsonl",
+        print_summary: bool = True,
+        strict: bool = False,
+        compiled: Literal["eager", "skip"] = "eager",
+        max_overhead: float | None = None,
+    ) -> None:
+        with misconfiguration():
+            self._schedule = CaptureSchedule(every_n_steps, max_overhead)
+            self._watch = Watch(_chosen(rules, without), None if strict else _report)
+            statistics = dict.fromkeys(name for rule in self._watch.rules for name in rule.statistics)
+            self._subscription = Subscription(Request.of(sites, list(statistics), max_sequences, 1, strict, compiled))
+            self._actions = WarningActions(action, [rule.name for rule in self._watch.rules])
+            check_positive(quiet_steps, "quiet_steps")
+            if not isinstance(file, (str, type(None))):
+                raise ValueError(f"`file` must be the name of a file, or None for none, got {file!r}.")
+        self._announcer = Announcer(quiet_steps)
+        self._print_summary = print_summary
+        self._file_name = file
+        self._file: WarningFile | None = None
+        self._run: str | None = None
+        self._folder = "."
+        self._is_resumed = False
+        self._key = self._generate_state_key(
+            rules=[repr(rule) for rule in self._watch.rules], every_n_steps=every_n_steps, sites=sites, file=file
+        )
+        #: What was found in this run, oldest first.
+        self.warnings: list[EarlyWarning] = []
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that are held against the run."""
+        return self._watch.rules
+
+    @property
+    def stopped_for(self) -> EarlyWarning | None:
+        """The warning that training was stopped for; ``None`` where it was not."""
+        return self._actions.stopped_for
+
+    @property
+    def state_key(self) -> str:
+        """Tells the early warnings of one Trainer apart."""
+        return self._key
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to repeat no warning and lose none."""
+        return {
+            "schedule": self._schedule.state_dict(),
+            "watch": self._watch.state_dict(),
+            "announcer": self._announcer.state_dict(),
+            "actions": self._actions.state_dict(),
+            "warnings": [warning.to_dict() for warning in self.warnings],
+            "run": self._run,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off."""
+        self._schedule.load_state_dict(state_dict["schedule"])
+        self._watch.load_state_dict(state_dict["watch"])
+        self._announcer.load_state_dict(state_dict["announcer"])
+        self._actions.load_state_dict(state_dict["actions"])
+        self.warnings = [EarlyWarning.from_dict(values) for values in state_dict["warnings"]]
+        self._run = state_dict["run"]
+        self._is_resumed = True
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse patterns that no module has, and find out where files go, which ranks do together."""
+        with misconfiguration():
+            self._subscription.request.sites.check(SiteNames(pl_module))
+        self._folder = str(trainer.log_dir or trainer.default_root_dir)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin a run, or go on with one."""
+        if self._schedule.start(trainer):
+            self._watch.clear()
+            self._announcer.clear()
+            self._actions.begin()
+            self.warnings.clear()
+            self._run = None
+        if self._file_name is not None and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
+            self._file = WarningFile(_join(self._folder, self._file_name), self._run)
+            self._run = self._file.run
+            if self._is_resumed:
+                self._file.resume(self.warnings)
+        self._is_resumed = False
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Have the batch watched if it is due."""
+        if self._schedule.batch_starts(trainer):
+            self._subscription.open(trainer, pl_module, "training_step", self._schedule.needed_steps)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hold the rules against the snapshot of a watched batch, and count the step."""
+        was_watched = self._subscription.is_open
+        snapshot = self._subscription.collect(trainer) if was_watched else None
+        if snapshot:
+            self._schedule.settle(self._subscription.number)
+        new = self._judge(trainer, snapshot) if snapshot else []
+        self._schedule.batch_ends(trainer, was_watched, was_captured=bool(snapshot))
+        if new:  # last, so that what is saved or raised finds everything written down
+            self._actions.act(trainer, pl_module, new, self._folder)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give up a batch that never ended."""
+        self._subscription.give_up(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give up a batch that never ended."""
+        self._subscription.give_up(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give up a batch that never ended."""
+        self._subscription.give_up(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sum up what was found."""
+        if self._print_summary and trainer.is_global_zero:
+            print(f"\n{summary(self.warnings)}")
+
+    def _judge(self, trainer: pl.Trainer, snapshot: Snapshot) -> list[EarlyWarning]:
+        """Write down what is new in a snapshot, and say it."""
+        new = self._watch.look(snapshot)
+        self.warnings += new
+        if self._file is not None:
+            self._file.add(new)
+        said = self._announcer.messages(snapshot.step, new)
+        for severity, text in said:
+            if severity == "info":
+                rank_zero_info(f"AttentionEarlyWarning. {text}")
+            else:
+                rank_zero_warn(f"AttentionEarlyWarning. {text}", category=AttentionWarning)
+        if said:
+            log_text(trainer, "attention_warnings", _markdown([text for _, text in said]), snapshot.step)
+        ever = dict.fromkeys(warning.rule for warning in self.warnings)
+        raised = self._watch.raised()
+        log_scalars(trainer, {f"attention_warnings/{rule}": float(raised.get(rule, 0)) for rule in ever}, snapshot.step)
+        return new
+
+
+def _chosen(rules: Rule | Sequence[Rule] | None, without: str | Sequence[str] | None) -> list[Rule]:
+    """The built-in rules without those that are left out or replaced, and the user's own.
+
+    Raises:
+        ValueError: if something is no rule, two have one name, a name is unknown, or none is left.
+    """
+    own = [rules] if isinstance(rules, Rule) else list(rules or ())
+    for rule in own:
+        if not isinstance(rule, Rule):
+            raise ValueError(f"`rules` must be instances of lightning_attn.warning.Rule, got {rule!r}.")
+    names = [rule.name for rule in own]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`rules` must have different names, got {names}.")
+    built_in = built_in_rules()
+    left_out = [without] if isinstance(without, str) else list(without or ())
+    known = [rule.name for rule in built_in]
+    for name in left_out:
+        if name not in [*known, "all"]:
+            raise ValueError(f"`without` must hold names of built-in rules, {known}, or be 'all', got {name!r}.")
+    kept = [] if "all" in left_out else [rule for rule in built_in if rule.name not in [*left_out, *names]]
+    if not own and not kept:
+        raise ValueError("`rules` and `without` leave no rule; give one to `rules`, or leave the callback out.")
+    return [*kept, *own]
+
+
+def _report(rule: Rule, error: Exception) -> None:
+    rank_zero_warn(
+        f"The rule {rule.name!r} failed and is left out from now on: {type(error).__name__}: {error}",
+        category=AttentionWarning,
+    )
+
+
+def _join(folder: str, name: str) -> str:
+    return name if "://" in name or os.path.isabs(name) else f"{folder.rstrip('/')}/{name}"
+
+
+def _markdown(messages: Sequence[str]) -> str:
+    return "\n\n---\n\n".join(text.replace("\n", "  \n") for text in messages)

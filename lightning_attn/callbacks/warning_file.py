@@ -1,0 +1,124 @@
+"""Early warnings as lines of JSON in a file, for other programs to read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_attn.capture.report import AttentionWarning
+from lightning_attn.warning.early_warning import EarlyWarning
+
+
+class WarningFile:
+    """A file that rank zero appends to; several runs may share it.
+
+    Each line holds a warning's values by name, with ``time`` and ``run``, which is when the run began. Where it cannot
+    be written this is said once, and training goes on.
+
+    Args:
+        path: where; anything that fsspec can open.
+        run: which run; ``None`` for one that begins now.
+    """
+
+    def __init__(self, path: str, run: str | None) -> None:
+        self.path = path
+        self.run = run or _now()
+        self._is_broken = False
+
+    def resume(self, known: Sequence[EarlyWarning]) -> None:
+        """Make the file say of this run what was known at its checkpoint.
+
+        What came after the checkpoint will come again, and is taken out; what the file lacks, such as all of it where
+        it is a new one, is put in.
+        """
+        with _Forgiving(self):
+            lines = self._lines()
+            others = [line for line in lines if _of(line).get("run") != self.run]
+            mine = [line for line in lines if _of(line).get("run") == self.run]
+            of_known = {json.dumps(_plain(warning)) for warning in known}
+            kept = [line for line in mine if json.dumps(_without_origin(_of(line))) in of_known]
+            written = {json.dumps(_without_origin(_of(line))) for line in kept}
+            missing = [warning for warning in known if json.dumps(_plain(warning)) not in written]
+            if len(kept) < len(mine):
+                self._replace([*others, *kept])
+            self._append(missing)
+
+    def add(self, warnings: Sequence[EarlyWarning]) -> None:
+        """Append a line for each."""
+        with _Forgiving(self):
+            self._append(warnings)
+
+    def _append(self, warnings: Sequence[EarlyWarning]) -> None:
+        if not warnings or self._is_broken:
+            return
+        filesystem = get_filesystem(self.path)
+        filesystem.makedirs(self.path.rpartition("/")[0] or ".", exist_ok=True)
+        origin = {"time": _now(), "run": self.run}
+        with filesystem.open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**origin, **_plain(warning)}) + "\n" for warning in warnings)
+
+    def _lines(self) -> list[str]:
+        filesystem = get_filesystem(self.path)
+        if not filesystem.exists(self.path):
+            return []
+        with filesystem.open(self.path, "r", encoding="utf-8") as file:
+            return [line for line in file.read().splitlines() if line.strip()]
+
+    def _replace(self, lines: Sequence[str]) -> None:
+        filesystem = get_filesystem(self.path)
+        partial = f"{self.path}.partial"
+        with filesystem.open(partial, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        filesystem.mv(partial, self.path)
+
+    def give_up(self, error: Exception) -> None:
+        """Write no more, and say why."""
+        self._is_broken = True
+        rank_zero_warn(f"Early warnings are not written to {self.path!r}: {error}", category=AttentionWarning)
+
+
+class _Forgiving:
+    """Whatever becomes of a file, training goes on."""
+
+    def __init__(self, file: WarningFile) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self._file.give_up(error)
+            return True
+        return False
+
+
+def _plain(warning: EarlyWarning) -> dict[str, Any]:
+    """Values that JSON has: what is not finite has no number there."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in warning.to_dict().items()
+    }
+
+
+def _of(line: str) -> dict[str, Any]:
+    """What a line says; nothing where it was cut off."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _without_origin(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if name not in ("time", "run")}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
