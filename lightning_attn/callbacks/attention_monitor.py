@@ -35,7 +35,8 @@ class AttentionMonitor(Callback):
 
     Args:
         every_n_steps: the optimiser steps from one capture to the next. A mapping makes it dense at first: ``{0: 10,
-            500: 50}`` is every 10 steps from step 0 and every 50 from step 500.
+            500: 50}`` is every 10 steps from step 0 and every 50 from step 500. On several ranks every batch of a
+            model that optimises by hand counts as a step, since its optimisers may step on some ranks only.
         sites: glob patterns over `named_modules()` names of the LightningModule, such as ``"model.blocks.*"``; ``None``
             for all.
         statistics: names of statistics; ``None`` for those of the default set, ``"all"`` for every one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +12,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from collectives import collectives
+from collectives import counted_captures
 from distributed_training import strategy
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -25,7 +24,6 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_attn import AttentionMonitor
-from lightning_attn.distributed import RankReduction
 from lightning_attn.statistics import known_statistics
 
 FIRST, STEADY = ["MAX", "gather", "MAX", "SUM"], ["MAX", "SUM"]
@@ -56,21 +54,6 @@ class Trained(LanguageModel):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.loss(batch)
-
-
-@contextmanager
-def counted_captures() -> Iterator[list[list[str]]]:
-    """The collectives of each capture."""
-    captures: list[list[str]] = []
-    join = RankReduction.__call__
-
-    def counted(self: RankReduction, *arguments: Any) -> Any:
-        with collectives() as called:
-            captures.append(called)
-            return join(self, *arguments)
-
-    with patch.object(RankReduction, "__call__", counted):
-        yield captures
 
 
 def watched(
