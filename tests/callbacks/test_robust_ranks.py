@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -369,6 +370,22 @@ def test_a_rank_that_goes_on_without_another_ends_soon_as_it_does_unwatched(
     assert any(isinstance(result, Raised) for result in plain)
     ended = ranks.try_on(function, argument, seconds=20)
     assert any(isinstance(result, Raised) for result in ended)
+
+
+def watched_on(which: list[int]) -> dict[str, Any]:
+    """On a process group whose time is short."""
+    dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(
+        timedelta(seconds=1)
+    )
+    return watched(Trained(), *[monitor()] * (dist.get_rank() in which))
+
+
+@pytest.mark.parametrize("which", [[0], [1]])
+def test_the_callback_on_some_ranks_only_ends_soon_and_is_named_as_a_reason(which: list[int], ranks: RankPool) -> None:
+    results = ranks.try_on(watched_on, which, seconds=20)
+    assert all(isinstance(result, Raised) for result in results)
+    assert "cannot be joined" in results[which[0]].error
+    assert "the callback is on some ranks only" in results[which[0]].error
 
 
 class Fails(Trained):
