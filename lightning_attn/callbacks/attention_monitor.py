@@ -14,7 +14,7 @@ from lightning_attn.callbacks.notices import Notices
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.session import CaptureSession, Step
 from lightning_attn.callbacks.snapshot_log import SnapshotLog
-from lightning_attn.callbacks.summaries import check_summary_names, summary_value
+from lightning_attn.callbacks.summaries import check_summary_names, reduced_metric, summary_value
 from lightning_attn.callbacks.trainer_steps import logger_step
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History
@@ -260,7 +260,8 @@ class AttentionMonitor(Callback):
             if value is not None:
                 pl_module.log(
                     f"{self._prefix}/{name}",
-                    value,
+                    value if training else reduced_metric(value).to(pl_module.device),
+                    metric_attribute=None if training else name,  # the model has none, and is not to be searched
                     logger=False,
                     on_step=training,
                     on_epoch=not training,

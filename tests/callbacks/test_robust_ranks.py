@@ -13,10 +13,11 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from collectives import counted_captures
+from collectives import collectives, counted_captures
 from distributed_training import strategy
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from listening import hearing
 from models import LanguageModel, batches, trainer
 from rank_pool import Raised, RankPool
@@ -25,6 +26,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_attn import AttentionMonitor
+from lightning_attn.callbacks.summaries import summary_value
 from lightning_attn.statistics import known_statistics
 
 FIRST, STEADY = ["MAX", "gather", "MAX", "SUM"], ["MAX", "SUM"]
@@ -251,6 +253,31 @@ def test_only_the_first_batch_of_the_first_loader_counts(ranks: RankPool) -> Non
     for counts in ([[3, 0]], [[3, 0], [1, 2]]):
         first, second = ranks(uneven_validation, counts)
         assert first["histories"][0] == second["histories"][0] == alone["histories"][0]
+
+
+def validation_metrics(stage: str) -> dict[str, Any]:
+    """What Lightning has to say of the values that other callbacks may monitor, and what they are."""
+    warning_cache.clear()  # of what was said in this process already
+    watching = monitor(1, stage=stage, callback_metrics=["entropy/min", "max_logit/max"])
+    with collectives() as called:
+        result = watched(Trained().eval(), watching, train=loader(2), validate=loader(2), max_epochs=2)
+    snapshot = watching.snapshot
+    assert snapshot is not None
+    values = {name: summary_value(snapshot, name) for name in ("entropy/min", "max_logit/max")}
+    advice = [message for message in warning_cache if "sync_dist" in message]
+    return {**result, "advice": advice, "values": values, "all collectives": called}
+
+
+@pytest.mark.parametrize(("stage", "prefix"), [("train", "attention"), ("validate", "attention_validate")])
+def test_values_to_be_monitored_are_reduced_already_and_draw_no_advice(
+    stage: str, prefix: str, ranks: RankPool
+) -> None:
+    alike = agree(ranks(validation_metrics, stage))
+    assert alike["metrics"] == {f"{prefix}/{name}": pytest.approx(value) for name, value in alike["values"].items()}
+    assert alike["advice"] == []
+    of_captures = [called for capture in alike["collectives"] for called in capture]
+    of_lightning = ("broadcast_object_list", "broadcast", "barrier")
+    assert [called for called in alike["all collectives"] if called not in of_lightning] == of_captures
 
 
 class AllowsNoBatches(Trained):
