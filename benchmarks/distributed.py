@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import captures_on_ranks
 import large_worlds
 import payload
 import torch
 import training_on_ranks
+from command_line import parser, publish
 from machine import machine
-from turns import QUICK, THOROUGH, Effort
+from turns import Effort
 
 PARTS: dict[str, tuple[str, Callable[[Sequence[int], str, Effort], Iterator[str]]]] = {
     "captures": (captures_on_ranks.HEADER, captures_on_ranks.capture_rows),
@@ -46,14 +46,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def parts(names: str) -> list[str]:
-    chosen = names.split(",")
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PARTS)}")
-    return chosen
-
-
 def numbers(text: str) -> list[int]:
     counts = [int(count) for count in text.split(",")]
     if min(counts) < 1:
@@ -62,28 +54,19 @@ def numbers(text: str) -> list[int]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure what captures cost on several ranks, as Markdown tables.")
-    parser.add_argument("--quick", action="store_true", help="repeat little: to see that it runs, not to be quoted")
-    parser.add_argument("--ranks", type=numbers, default=[1, 2, 4], metavar="N,…", help="1,2,4 by default")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: every rank has a GPU")
-    parser.add_argument(
-        "--only", type=parts, default=list(PARTS), metavar="PART,…", help=f"some of {','.join(PARTS)}; all by default"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the tables to a file too")
-    return parser.parse_args()
+    taking = parser("Measure what captures cost on several ranks, as Markdown tables.", PARTS)
+    taking.add_argument("--ranks", type=numbers, default=[1, 2, 4], metavar="N,…", help="1,2,4 by default")
+    taking.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: every rank has a GPU")
+    return taking.parse_args()
 
 
 def main() -> None:
     given = arguments()
-    effort = QUICK if given.quick else THOROUGH
     lines = [machine(), "", shared(given.ranks, given.backend)]
     for part, (header, rows_of) in PARTS.items():
         if part in given.only:
-            lines += ["", header, *rows_of(given.ranks, given.backend, effort)]
-    text = "\n".join(lines)
-    print(text)
-    if given.output is not None:
-        given.output.write_text(f"{text}\n", encoding="utf-8")
+            lines += ["", header, *rows_of(given.ranks, given.backend, given.effort)]
+    publish("\n".join(lines), given.output)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ which cancels a machine that slowly becomes faster or slower. A ratio is the med
 
 from __future__ import annotations
 
-import argparse
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from capturing import capture_rows
+from command_line import parser, publish
 from dense_formulas import WITH_DENSE_FORMULA
 from kinds import COMPARES_SEQUENCES, OF_STATES, ONE_PASS, SECOND_WALK, SPECTRAL
 from machine import machine
@@ -25,7 +24,7 @@ from named_statistics import named_rows
 from one_call import call_rows
 from table import HEADER, Row, code, counted
 from training_steps import training_rows
-from turns import QUICK, THOROUGH, Effort
+from turns import Effort
 
 PARTS: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "training": training_rows,
@@ -49,35 +48,13 @@ def legend(effort: Effort) -> str:
     return " ".join([f"Medians of {rounds}.", *(f"*{kind}*: {code(names)}." for kind, names in kinds.items())])
 
 
-def parts(names: str) -> list[str]:
-    chosen = names.split(",")
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PARTS)}")
-    return chosen
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure what watching attention costs, as a Markdown table.")
-    parser.add_argument("--quick", action="store_true", help="repeat little: to see that it runs, not to be quoted")
-    parser.add_argument(
-        "--only", type=parts, default=list(PARTS), metavar="PART,…", help=f"some of {','.join(PARTS)}; all by default"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table to a file too")
-    return parser.parse_args()
-
-
 def main() -> None:
-    given = arguments()
-    effort = QUICK if given.quick else THOROUGH
+    given = parser("Measure what watching attention costs, as a Markdown table.", PARTS).parse_args()
     # Each of dozens of short runs would introduce itself.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch")
-    rows = [row for part, rows_of in PARTS.items() if part in given.only for row in rows_of(effort)]
-    text = "\n".join([machine(), "", HEADER, *map(str, rows), "", legend(effort)])
-    print(text)
-    if given.output is not None:
-        given.output.write_text(f"{text}\n", encoding="utf-8")
+    rows = [row for part, rows_of in PARTS.items() if part in given.only for row in rows_of(given.effort)]
+    publish("\n".join([machine(), "", HEADER, *map(str, rows), "", legend(given.effort)]), given.output)
 
 
 if __name__ == "__main__":

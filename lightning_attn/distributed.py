@@ -20,19 +20,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_attn.capture.report import AttentionWarning, Messages
+from lightning_attn.joined_ranks import JoinedRanks, WhoJoins
 from lightning_attn.layout import Layout
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.statistic import Statistic
-
-
-def world_size() -> int:
-    """Number of processes that train together; 1 where `torch.distributed` is not in use."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def is_rank_zero() -> bool:
-    """Whether this process is the one that speaks for all."""
-    return world_size() == 1 or dist.get_rank() == 0
 
 
 class _Found(NamedTuple):
@@ -74,10 +65,19 @@ class RankReduction:
 
     In the steady state a capture costs one ``all_reduce(MAX)`` and one ``all_reduce(SUM)``, whatever the number of
     sites, heads and statistics. A new site, a statistic that is asked for the first time, or something to be said,
-    costs one exchange more. In a single process it costs none.
+    costs one exchange more. A process that joins with nobody calls none.
+
+    Args:
+        process_group: who joins; see `JoinedRanks`.
+
+    Raises:
+        ValueError: if that is not allowed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_group: WhoJoins = None) -> None:
+        JoinedRanks.of(process_group)  # refuses at once what is not allowed
+        #: Who joins. May be replaced between two snapshots.
+        self.process_group = process_group
         self._layout = Layout()
         self._agreed_in: ReferenceType[dist.ProcessGroup] | None = None
         self._told_of_steps = False
@@ -85,6 +85,11 @@ class RankReduction:
         self.step = 0
         #: Numbers to agree on, as many on every rank: the next call replaces each by the largest of all ranks.
         self.numbers: list[float] = []
+
+    @property
+    def ranks(self) -> JoinedRanks:
+        """The ranks that join at present."""
+        return JoinedRanks.of(self.process_group)
 
     def __call__(
         self,
@@ -129,12 +134,11 @@ class RankReduction:
 
     def _begin(self, mine: _Found) -> None:
         """Alone, know at once what there is to know; with others than before, forget what was agreed."""
-        if world_size() == 1:
+        group = self.ranks.group
+        if group is None:
             self._layout = Layout(self._layout.heads).joined(mine.heads, mine.statistics, len(self.numbers))
             self._agreed_in = None
-            return
-        group = dist.group.WORLD
-        if group is not None and (self._agreed_in is None or self._agreed_in() is not group):
+        elif self._agreed_in is None or self._agreed_in() is not group:
             self._layout, self._agreed_in = Layout(), ref(group)
 
     def _join_maxima(
@@ -143,7 +147,7 @@ class RankReduction:
         """What ranks tell each other, and the largest entries of all ranks."""
         layout, sites = self._layout, self._layout.sites
         has_room = layout.has_room(mine.heads, mine.statistics, len(self.numbers))
-        has_news = world_size() > 1 and (bool(messages.held) or not has_room)  # alone there is nobody to tell
+        has_news = self.ranks.are_several and (bool(messages.held) or not has_room)  # alone there is nobody to tell
         asked = crc32(repr((mine.names, len(self.numbers))).encode())
         says = [has_news, self.step, -self.step, asked, -asked]
         flags = [*(site in quiet for site in sites), *(site in mine.sums for site in sites)]
@@ -166,9 +170,10 @@ class RankReduction:
 
     def _exchange_news(self, mine: _Found, quiet: set[str], messages: Messages) -> None:
         """Agree on the layout and on who says what; a site on whose heads ranks disagree is given up by all."""
-        news = [_News(mine.heads, mine.names, len(self.numbers), list(messages.held))] * world_size()
-        with self._expecting_all_ranks():
-            dist.all_gather_object(news, news[0])
+        ranks = self.ranks
+        news = [_News(mine.heads, mine.names, len(self.numbers), list(messages.held))] * ranks.size
+        with self._expecting_all(ranks):
+            dist.all_gather_object(news, news[0], group=ranks.group)
         _refuse_other_requests(news)
         counts: dict[str, set[int]] = {}
         for of_rank in news:
@@ -180,37 +185,39 @@ class RankReduction:
         for site in counts:
             if len(counts[site]) > 1 and site not in quiet:
                 quiet.add(site)
-                if is_rank_zero():
+                if ranks.is_first:
                     counted = " and ".join(map(str, sorted(counts[site])))
                     _warn(f"Ranks count {counted} heads at {site!r}; it is not watched.")
-        messages.share([of_rank.messages for of_rank in news], dist.get_rank())
+        messages.share([of_rank.messages for of_rank in news], ranks.rank)
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """A tensor joined over all ranks, on the CPU."""
-        if world_size() == 1:
+        ranks = self.ranks
+        if not ranks.are_several:
             return tensor.cpu()
-        with self._expecting_all_ranks():
-            dist.all_reduce(tensor, op=operation)
+        with self._expecting_all(ranks):
+            dist.all_reduce(tensor, op=operation, group=ranks.group)
             return tensor.cpu()
 
     @contextmanager
-    def _expecting_all_ranks(self) -> Iterator[None]:
+    def _expecting_all(self, ranks: JoinedRanks) -> Iterator[None]:
         """Say in words of the owner of the run what it means that a collective fails."""
         try:
             yield
         except RuntimeError as error:  # those of torch.distributed and of every backend are
             raise RuntimeError(
-                f"The attention statistics of step {self.step} cannot be joined, since not all of the {world_size()} "
-                f"ranks came to join them; this is rank {dist.get_rank()}. The usual reasons: ranks have different "
+                f"The attention statistics of step {self.step} cannot be joined, since not all of the {ranks.size} "
+                f"ranks came to join them; this is rank {ranks.rank} of these. The usual reasons: ranks have different "
                 "numbers of batches; an exception on another rank, which is what to look at then; "
-                "`trainer.should_stop` or `on_train_batch_start` returning -1 on one rank only; or, without a Trainer, "
-                f"`snapshot` called on some ranks only or inside torch's `Join`. Cause: {error}"
+                "`trainer.should_stop` or `on_train_batch_start` returning -1 on one rank only; the callback is on "
+                "some ranks only; or, without a Trainer, `snapshot` called on some ranks only or inside torch's "
+                f"`Join`. Cause: {error}"
             ) from error
 
     def _warn_of_steps(self, smallest: int) -> None:
         if smallest != self.step and not self._told_of_steps:
             self._told_of_steps = True
-            if is_rank_zero():
+            if self.ranks.is_first:
                 _warn(
                     f"Ranks are out of step: a capture is of step {smallest} on one and of step {self.step} on "
                     "another, and counts as one of the latter. They have different numbers of batches, or an optimiser "

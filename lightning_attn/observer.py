@@ -17,8 +17,9 @@ from lightning_attn.capture.module_tree import parameters_of
 from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.capture.states import HiddenStates
-from lightning_attn.distributed import RankReduction, is_rank_zero, world_size
+from lightning_attn.distributed import RankReduction
 from lightning_attn.findings import Findings
+from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.statistics.joint import SmallCalls
@@ -43,10 +44,12 @@ class AttentionObserver:
         compiled: ``"eager"`` runs modules compiled by `torch.compile` eagerly while they are watched, which takes the
             memory of an eager step; ``"skip"`` does not watch a model that has such modules, and says so.
         device: where ranks exchange their sums; by default where the model's first parameter is.
+        process_group: which ranks join what they see: ``None`` for all there are, a process group of
+            `torch.distributed` for its ranks, ``"alone"`` for this process alone.
 
     Raises:
-        ValueError: if a pattern matches no module, a statistic is unknown, a number of sequences is not positive, or
-            ``compiled`` is neither ``"eager"`` nor ``"skip"``.
+        ValueError: if a pattern matches no module, a statistic is unknown, a number of sequences is not positive,
+            ``compiled`` is neither ``"eager"`` nor ``"skip"``, or ``process_group`` is not allowed.
 
     Example:
         >>> import torch
@@ -68,6 +71,7 @@ class AttentionObserver:
         strict: bool = False,
         compiled: Compiled = "eager",
         device: torch.device | None = None,
+        process_group: WhoJoins = None,
     ) -> None:
         #: What is wanted of it. May be replaced between two snapshots.
         self.request = Request.of(sites, statistics, max_sequences, spectral_sequences, strict, compiled)
@@ -82,14 +86,14 @@ class AttentionObserver:
         self._in_pieces: set[str] = set()
         self._faults = SiteFaults()
         #: Joins the ranks' sums with every snapshot.
-        self.reduction = RankReduction()
+        self.reduction = RankReduction(process_group)
 
     def __enter__(self) -> AttentionObserver:
         if self._capture is not None:
             raise RuntimeError("This observer is watching already; leave its `with` block first.")
         if self._leaves_out():
             return self
-        self._faults.messages.are_held_back = world_size() > 1
+        self._faults.messages.are_held_back = self.reduction.ranks.are_several
         if self._small is None and not self.request.strict:  # a fault is to be raised where it happens
             self._small = SmallCalls(self.request.statistics, self.request.spectral_sequences)
         self._capture = Capture(
@@ -116,9 +120,9 @@ class AttentionObserver:
             self._faults.messages.release()
 
     def snapshot(self, step: int = 0) -> Snapshot:
-        """The statistics of what was seen since the last snapshot, joined over all ranks.
+        """The statistics of what was seen since the last snapshot, joined over the ranks of ``process_group``.
 
-        Where several processes train together, each of them must call this, also one that saw nothing, and after the
+        Where there are several, each of them must call this, also one that saw nothing, and after the
         same step. Inside torch's `Join` a rank that has no batches left does not come to it: watch there, and take the
         snapshot after the block.
 
@@ -145,7 +149,7 @@ class AttentionObserver:
             messages.release()
         if not (sums or self._faults.reported or self._saw_attention):
             self._saw_attention = True  # said once
-            if is_rank_zero():
+            if self.reduction.ranks.is_first:
                 warn_of_nothing(self.model, self.request.sites)
         self._saw_attention |= bool(sums)
         return Snapshot.from_sums(self.reduction.step, sums, self.request.names)
@@ -172,7 +176,7 @@ class AttentionObserver:
         modules = compiled_modules(self.model)
         if modules and not self._saw_attention:
             self._saw_attention = True  # so that nobody is told that there is none
-            if is_rank_zero():
+            if self.reduction.ranks.is_first:
                 warn_of_compiled(modules)
         return bool(modules)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import distributed as dist
+
+from lightning_attn.distributed import RankReduction
 
 _OTHERS = {
     "all_gather_object": "gather",
@@ -49,3 +52,18 @@ def collectives() -> Iterator[list[str]]:
         dist.all_reduce = all_reduce
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+@contextmanager
+def counted_captures() -> Iterator[list[list[str]]]:
+    """The collectives of each capture that is made inside the block."""
+    captures: list[list[str]] = []
+    join = RankReduction.__call__
+
+    def counted(self: RankReduction, *arguments: Any) -> Any:
+        with collectives() as called:
+            captures.append(called)
+            return join(self, *arguments)
+
+    with patch.object(RankReduction, "__call__", counted):
+        yield captures

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_attn.distributed import world_size
+from lightning_attn.joined_ranks import JoinedRanks
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 16, 2, 64
 SEQUENCES = 8
@@ -90,7 +90,7 @@ def is_real(tokens: Tensor) -> Tensor:
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Such that its mean over ranks is the mean over the sequences of all of them."""
     of_tokens = functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-    return of_tokens.sum() * world_size() / (SEQUENCES * LENGTH)
+    return of_tokens.sum() * JoinedRanks.of(None).size / (SEQUENCES * LENGTH)
 
 
 def batch(number: int) -> Tensor:
@@ -152,6 +152,6 @@ class SharesBatches(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         pieces = [parts(batch(number), self.sizes) for number in range(self.batches)]
-        if world_size() > 1:
+        if JoinedRanks.of(None).are_several:
             pieces = [[of_batch[self.global_rank]] for of_batch in pieces]
         return DataLoader(pieces, batch_size=None)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from lightning_attn import AttentionCall, AttentionWarning
 from lightning_attn.callbacks.budget import TimeBudget
 from lightning_attn.capture import Visibility
-from lightning_attn.distributed import RankReduction, world_size
+from lightning_attn.distributed import RankReduction
 from lightning_attn.statistics import known_statistics, measure, resolve
 from lightning_attn.statistics.measure import Sums
 from lightning_attn.statistics.statistic import Maximum, Ratio
@@ -243,7 +243,7 @@ def of(function: Callable[..., Any]) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_processes_run(ranks: RankPool, size: int) -> None:
-    assert ranks(world_size, ranks=size) == [size] * size
+    assert ranks(dist.get_world_size, ranks=size) == [size] * size
 
 
 IN_CAPTURES = [

@@ -28,9 +28,9 @@ def bytes_of_captures(layers: int, heads: int, statistics: str | list[str] | Non
     for _ in range(2):
         sent: list[Any] = []
 
-        def seen(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, sent: list[Any] = sent) -> None:
+        def seen(tensor: torch.Tensor, op: Any, group: Any, sent: list[Any] = sent) -> None:
             sent.append(("MAX" if op == dist.ReduceOp.MAX else "SUM", tensor.nbytes))
-            all_reduce(tensor, op=op)
+            all_reduce(tensor, op=op, group=group)
 
         reduction.numbers = [0.0] * numbers
         with patch.object(dist, "all_reduce", seen):

@@ -14,7 +14,7 @@ from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.session import CaptureSession
 from lightning_attn.callbacks.snapshot_log import SnapshotLog
 from lightning_attn.callbacks.subscription import Subscription
-from lightning_attn.callbacks.summaries import check_summary_names, summary_value
+from lightning_attn.callbacks.summaries import check_summary_names, reduced_metric, summary_value
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.history import History
 from lightning_attn.request import Request
@@ -34,7 +34,8 @@ class AttentionMonitor(Callback):
 
     Args:
         every_n_steps: the optimiser steps from one capture to the next. A mapping makes it dense at first: ``{0: 10,
-            500: 50}`` is every 10 steps from step 0 and every 50 from step 500.
+            500: 50}`` is every 10 steps from step 0 and every 50 from step 500. On several ranks every batch of a
+            model that optimises by hand counts as a step, since its optimisers may step on some ranks only.
         sites: glob patterns over `named_modules()` names of the LightningModule, such as ``"model.blocks.*"``; ``None``
             for all.
         statistics: names of statistics; ``None`` for those of the default set, ``"all"`` for every one.
@@ -245,7 +246,8 @@ class AttentionMonitor(Callback):
             if value is not None:
                 pl_module.log(
                     f"{self._prefix}/{name}",
-                    value,
+                    value if training else reduced_metric(value).to(pl_module.device),
+                    metric_attribute=None if training else name,  # the model has none, and is not to be searched
                     logger=False,
                     on_step=training,
                     on_epoch=not training,

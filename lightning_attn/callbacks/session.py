@@ -71,6 +71,9 @@ class CaptureSession:
         self.numbers = [number]
         if self._observer is None or self._observer.model is not model:
             self._observer = AttentionObserver(model, device=trainer.strategy.root_device)
+        # Asked each time: the Trainer may go on with another strategy. A Trainer of one device trains alone, whatever
+        # else the process is part of.
+        self._observer.reduction.process_group = "alone" if trainer.world_size == 1 else None
         self._watch(trainer, step, self._observer)
         return 0
 

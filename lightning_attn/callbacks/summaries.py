@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchmetrics import MeanMetric
+
 from lightning_attn.snapshot import Snapshot, Summary
 
 
@@ -12,6 +14,16 @@ def summary_value(snapshot: Snapshot, name: str) -> float | None:
     statistic, kind = name.rsplit("/", 1)
     summary = snapshot.summary(statistic)
     return None if summary is None else float(getattr(summary, kind))
+
+
+def reduced_metric(value: float) -> MeanMetric:
+    """A value that all ranks have alike, as Lightning takes one without another collective.
+
+    Of a number it would say, with several ranks, that it should be reduced over them at the end of an epoch.
+    """
+    metric = MeanMetric(sync_on_compute=False)
+    metric.update(value)
+    return metric
 
 
 def check_summary_names(names: Sequence[str], statistics: Sequence[str]) -> None:

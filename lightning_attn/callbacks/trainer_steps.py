@@ -19,7 +19,11 @@ def logger_step(trainer: pl.Trainer) -> int:
 
 
 class OptimizerSteps:
-    """Counts the batches in which any optimiser stepped: accumulation counts once, and so do two optimisers."""
+    """Counts the batches in which any optimiser stepped: accumulation counts once, and so do two optimisers.
+
+    Every rank counts alike, so that all watch the same batches. A model that optimises by hand may step on some ranks
+    only; with several ranks each of its batches counts, whether an optimiser stepped in it or not.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,7 +37,7 @@ class OptimizerSteps:
             Whether this is the beginning of a run.
         """
         self._global_step = trainer.global_step
-        begins = trainer.global_step == 0
+        begins = (logger_step(trainer) if _ranks_may_step_apart(trainer) else trainer.global_step) == 0
         if begins:
             self.count = 0
         elif not self._is_restored:
@@ -47,8 +51,13 @@ class OptimizerSteps:
         self._is_restored = True
 
     def batch_ended(self, trainer: pl.Trainer) -> bool:
-        """Count the batch if an optimiser stepped in it, and say whether one did."""
-        stepped = trainer.global_step > self._global_step
+        """Count the batch if an optimiser stepped in it or may have on another rank, and say whether it counts."""
+        stepped = trainer.global_step > self._global_step or _ranks_may_step_apart(trainer)
         self.count += stepped
         self._global_step = max(trainer.global_step, self._global_step)
         return stepped
+
+
+def _ranks_may_step_apart(trainer: pl.Trainer) -> bool:
+    """Whether an optimiser may step on some ranks only; Lightning's own loop has it step on all."""
+    return trainer.world_size > 1 and not trainer.lightning_module.automatic_optimization

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +13,11 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from collectives import collectives
+from collectives import collectives, counted_captures
 from distributed_training import strategy
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from listening import hearing
 from models import LanguageModel, batches, trainer
 from rank_pool import Raised, RankPool
@@ -25,7 +26,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_attn import AttentionMonitor
-from lightning_attn.distributed import RankReduction
+from lightning_attn.callbacks.summaries import summary_value
 from lightning_attn.statistics import known_statistics
 
 FIRST, STEADY = ["MAX", "gather", "MAX", "SUM"], ["MAX", "SUM"]
@@ -56,21 +57,6 @@ class Trained(LanguageModel):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.loss(batch)
-
-
-@contextmanager
-def counted_captures() -> Iterator[list[list[str]]]:
-    """The collectives of each capture."""
-    captures: list[list[str]] = []
-    join = RankReduction.__call__
-
-    def counted(self: RankReduction, *arguments: Any) -> Any:
-        with collectives() as called:
-            captures.append(called)
-            return join(self, *arguments)
-
-    with patch.object(RankReduction, "__call__", counted):
-        yield captures
 
 
 def watched(
@@ -269,6 +255,31 @@ def test_only_the_first_batch_of_the_first_loader_counts(ranks: RankPool) -> Non
         assert first["histories"][0] == second["histories"][0] == alone["histories"][0]
 
 
+def validation_metrics(stage: str) -> dict[str, Any]:
+    """What Lightning has to say of the values that other callbacks may monitor, and what they are."""
+    warning_cache.clear()  # of what was said in this process already
+    watching = monitor(1, stage=stage, callback_metrics=["entropy/min", "max_logit/max"])
+    with collectives() as called:
+        result = watched(Trained().eval(), watching, train=loader(2), validate=loader(2), max_epochs=2)
+    snapshot = watching.snapshot
+    assert snapshot is not None
+    values = {name: summary_value(snapshot, name) for name in ("entropy/min", "max_logit/max")}
+    advice = [message for message in warning_cache if "sync_dist" in message]
+    return {**result, "advice": advice, "values": values, "all collectives": called}
+
+
+@pytest.mark.parametrize(("stage", "prefix"), [("train", "attention"), ("validate", "attention_validate")])
+def test_values_to_be_monitored_are_reduced_already_and_draw_no_advice(
+    stage: str, prefix: str, ranks: RankPool
+) -> None:
+    alike = agree(ranks(validation_metrics, stage))
+    assert alike["metrics"] == {f"{prefix}/{name}": pytest.approx(value) for name, value in alike["values"].items()}
+    assert alike["advice"] == []
+    of_captures = [called for capture in alike["collectives"] for called in capture]
+    of_lightning = ("broadcast_object_list", "broadcast", "barrier")
+    assert [called for called in alike["all collectives"] if called not in of_lightning] == of_captures
+
+
 class AllowsNoBatches(Trained):
     def __init__(self) -> None:
         super().__init__()
@@ -386,6 +397,22 @@ def test_a_rank_that_goes_on_without_another_ends_soon_as_it_does_unwatched(
     assert any(isinstance(result, Raised) for result in plain)
     ended = ranks.try_on(function, argument, seconds=20)
     assert any(isinstance(result, Raised) for result in ended)
+
+
+def watched_on(which: list[int]) -> dict[str, Any]:
+    """On a process group whose time is short."""
+    dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(
+        timedelta(seconds=1)
+    )
+    return watched(Trained(), *[monitor()] * (dist.get_rank() in which))
+
+
+@pytest.mark.parametrize("which", [[0], [1]])
+def test_the_callback_on_some_ranks_only_ends_soon_and_is_named_as_a_reason(which: list[int], ranks: RankPool) -> None:
+    results = ranks.try_on(watched_on, which, seconds=20)
+    assert all(isinstance(result, Raised) for result in results)
+    assert "cannot be joined" in results[which[0]].error
+    assert "the callback is on some ranks only" in results[which[0]].error
 
 
 class Fails(Trained):
