@@ -19,14 +19,16 @@ class LogitSpacing(RowStatistic):
     r"""The distance between neighbouring numbers of the dtype of queries and keys, where the largest logits are.
 
     :math:`\epsilon \cdot 2^{\lfloor \log_2 |z| \rfloor}`, with :math:`z` the number of that dtype nearest to the
-    visible logit of largest absolute value (after scale, soft-cap and bias), and :math:`\epsilon` the distance from 1
-    to the dtype's next number. 0 where all logits are zero, infinite where they exceed the dtype's largest number.
+    largest visible logit of a row (after scale, soft-cap and bias), of the row where that is furthest from zero, and
+    :math:`\epsilon` the distance from 1 to the dtype's next number. 0 where these logits are zero, infinite where one
+    exceeds the dtype's largest number. Logits far below the largest of their row are no matter, since they get no
+    weight: those of far keys under ALiBi, or of keys that a penalty all but hides.
 
     Where logits are computed in that dtype, two of them that differ by less than this may be rounded to one number; at
     1 or more these may be keys whose weights should differ by a factor of e. Kernels that accumulate in float32, such
     as FlashAttention, do not round logits like this. The entries of queries and keys are rounded there too, and move
-    each product by a relative error of the same order: for such kernels read it as a bound of that order, not as the
-    error itself. Large negative logits count although their keys have no weight, as those of far keys under ALiBi do.
+    each product by a relative error of the same order: for such kernels read it as a measure of that, not as the
+    error itself.
     """
 
     name = "logit_spacing"
@@ -48,11 +50,8 @@ class LogitSpacing(RowStatistic):
         self._largest: Tensor | None = None
 
     def add(self, rows: RowBlock) -> None:
-        """Look at the largest and the smallest visible logit of each row."""
-        # The smallest is got back from its gap but for float32's rounding, which vanishes in narrower types.
-        smallest_BHR = rows.row_max_BHR + rows.gap_BHRM.amin(-1)
-        size_BHR = torch.maximum(rows.row_max_BHR, -smallest_BHR)
-        largest_BH = torch.where(rows.present_BHR, size_BHR, -torch.inf).amax(-1)
+        """Look at the largest logit of each row."""
+        largest_BH = torch.where(rows.present_BHR, rows.row_max_BHR.abs(), -torch.inf).amax(-1)
         self._largest = largest_BH if self._largest is None else torch.maximum(self._largest, largest_BH)
 
     def result(self) -> Maximum:

@@ -91,15 +91,23 @@ def spacing(size: float, dtype: torch.dtype) -> float:
     return float(step(nearest)) if nearest > 0 else 0.0
 
 
+def spacings(head: Head, shift: float) -> list[float]:
+    sizes = [abs(float(head.visible_logits(i).max())) for i in head.rows]
+    return [spacing(max(0.0, size + shift), head.dtype) for size in sizes]
+
+
 def is_next_to_another_spacing(sequences: list[Head]) -> bool:
-    size = largest_logit(sequences)
-    return len({spacing(size * (1 + shift), head.dtype) for head in sequences for shift in (-1e-5, 0, 1e-5)}) > 1
+    def found(shift: float) -> float:
+        return max((value for head in sequences for value in spacings(head, shift)), default=0.0)
+
+    error = 1e-6 * largest_logit(sequences)
+    return len({found(shift) for shift in (-error, 0.0, error)}) > 1
 
 
 @within(relative=0, absolute=0, is_undecided=is_next_to_another_spacing)
 @of_head
 def logit_spacing(head: Head) -> list[float]:
-    return [spacing(float(np.abs(head.visible_logits(i)).max()), head.dtype) for i in head.rows]
+    return spacings(head, shift=0.0)
 
 
 @within(relative=1e-5, absolute=lambda sequences: as_exponentials_of_gaps(sequences, softmax_sensitivity))

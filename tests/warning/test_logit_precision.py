@@ -12,12 +12,12 @@ from lightning_attn.warning import EarlyWarning, LogitPrecision, Watch, built_in
 
 
 class Site(nn.Module):
-    """Two heads, of which the second compares tokens of a size that is given; the first hardly looks."""
+    """Two heads: the first has logits from 0 to 3, the second has all of a given size."""
 
     def forward(self, size: float, dtype: torch.dtype) -> Tensor:
         query = torch.full((1, 2, 4, 1), 1.0, dtype=dtype)
         key = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=dtype)[:, None].repeat(1, 2, 1, 1)
-        key[:, 1, 3] = size
+        key[:, 1] = size
         return functional.scaled_dot_product_attention(query, key, key, scale=1.0)
 
 
@@ -60,3 +60,20 @@ def test_under_autocast_the_type_is_that_of_autocast() -> None:
 def test_it_is_among_the_built_in_rules_behind_the_level() -> None:
     names = [rule.name for rule in built_in_rules()]
     assert names[names.index("logit_level") + 1] == "logit_precision"
+
+
+def test_it_says_nothing_of_alibi_in_a_long_sequence() -> None:
+    """Keys far away have logits down to -1023 (BLOOM, MPT), and no weight that rounding could change."""
+
+    class WithBias(nn.Module):
+        def forward(self) -> Tensor:
+            tokens = torch.ones(1, 1, 2048, 1, dtype=torch.bfloat16)
+            distance = torch.arange(2048)[:, None] - torch.arange(2048)
+            bias = torch.where(distance >= 0, -0.5 * distance, -torch.inf).bfloat16()
+            return functional.scaled_dot_product_attention(tokens, tokens, tokens, bias, scale=1.0)
+
+    observer = AttentionObserver(model := WithBias(), statistics="logit_spacing")
+    watch = Watch([LogitPrecision(patience=1)])
+    with observer:
+        model()
+    assert watch.look(observer.snapshot()) == []
