@@ -144,7 +144,7 @@ class AttentionCall:
 
     Args:
         site: canonical name of the module that computes it.
-        query: (B, H, N, D).
+        query: (B, H, N, D), in the dtype in which the model compares queries with keys.
         key: (B, K, M, D), where K divides H and query head ``h`` reads key head ``h // (H / K)``.
         value: (B, K, M, E), or ``None`` where nobody asked for it.
         scale: what the products are multiplied with.
@@ -154,7 +154,8 @@ class AttentionCall:
         soft_cap: ``c`` of ``c * tanh(logit / c)``, applied before the bias.
         sink_logits: (H,), one more logit per head that takes weight and gives nothing (gpt-oss).
         logit_matrix: (B, H, N, M), what enters the softmax, where the model writes it down: scale, soft-cap and bias
-            are in it. Queries and keys then have width 0, for what they were is not known.
+            are in it. Queries and keys then have width 0, for what they were is not known, and the coarsest dtype that
+            the logits are known to have had.
         weight_matrix: (B, H, N, M), the weights themselves, where nothing is known of the logits. They are taken as
             they are, whatever the sum of a row.
         score_rule: a function that changes logits after the scale (flex_attention).

@@ -30,12 +30,26 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
 
     Three dimensions are sequences of one head each, unless the module has put its heads into the batch. Of more than
     four, those that are known to be channels are heads, or else the last; the others are flattened into sequences.
-    Nested tensors are padded to the longest of the wanted sequences.
+    Nested tensors are padded to the longest of the wanted sequences. Under autocast the function rounds what it is
+    given, and so does this.
 
     Raises:
         UnreadableError: for nested tensors with a mask, or that differ in more than their numbers of tokens.
     """
-    return _read(sampling, *args, **kwargs)
+    call = _read(sampling, *args, **kwargs)
+    if sampling.autocast_dtype is None:
+        return call
+    return replace(
+        call,
+        query=_rounded(call.query, sampling.autocast_dtype),
+        key=_rounded(call.key, sampling.autocast_dtype),
+        value=None if call.value is None else _rounded(call.value, sampling.autocast_dtype),
+    )
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast makes of an argument: float64 it leaves alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _read(

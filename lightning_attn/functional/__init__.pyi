@@ -345,6 +345,23 @@ def attention_leader_position(
 ) -> Tensor:
     r"""Mean over sequences of how many tokens come before the one with the largest stationary mass."""
 
+def attention_logit_spacing(
+    weights: Tensor | AttentionCall | None = None,
+    mask: Tensor | None = None,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Tensor | None = None,
+    self_attention: bool | None = None,
+    validate_args: bool = True,
+    over_heads: OverHeads = "none",
+) -> Tensor:
+    r"""The distance between neighbouring numbers of the dtype of queries and keys, where the largest logits are."""
+
 def attention_logit_std(
     weights: Tensor | AttentionCall | None = None,
     mask: Tensor | None = None,

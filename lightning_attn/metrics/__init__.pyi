@@ -74,6 +74,9 @@ class AttentionLeaderMass(StatisticMetric):
 class AttentionLeaderPosition(StatisticMetric):
     r"""Mean over sequences of how many tokens come before the one with the largest stationary mass."""
 
+class AttentionLogitSpacing(StatisticMetric):
+    r"""The distance between neighbouring numbers of the dtype of queries and keys, where the largest logits are."""
+
 class AttentionLogitStd(StatisticMetric):
     r"""Mean over rows of the standard deviation of the visible logits."""
 

@@ -93,7 +93,7 @@ def _title(snapshot: Snapshot, statistic: str) -> str:
 def _limits(statistic: str, matrix: npt.NDArray[np.float64]) -> tuple[float, float]:
     """The same colours at every step where the range is known, so that pictures can be compared."""
     registered = known_statistics().get(statistic)
-    present = matrix[~np.isnan(matrix)]
+    present = matrix[np.isfinite(matrix)]
     if not present.size or (registered is not None and registered.range == (0, 1)):
         return 0.0, 1.0
     return min(0.0, float(present.min())), float(present.max())

@@ -26,6 +26,8 @@ class Head:
     values: np.ndarray | None = None
     #: (queries,), true where a query is no token, if that is known beside what is visible.
     padding: np.ndarray | None = None
+    #: That of the queries.
+    dtype: torch.dtype = torch.float32
 
     @cached_property
     def seen_keys(self) -> np.ndarray:
@@ -177,6 +179,7 @@ def heads(call: AttentionCall) -> list[list[Head]]:
                 sinks[h],
                 None if of_head is None else of_head[b, h],
                 None if call.visibility.padding is None else call.visibility.padding[b].numpy(),
+                call.query.dtype,
             )
             for b in range(sequences)
         ]

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from scipy.special import logsumexp, softmax
 
-from reference.core import AS_EXACT_AS_LOGITS, Head, of_head, of_sequences, within
+from reference.core import AS_EXACT_AS_LOGITS, MAXIMA, Head, of_head, of_sequences, within
 from reference.lenses import entropy_of, ratio
 
 #: Least entropies in nats, by the number of keys and how far logits are from their mean.
@@ -72,6 +73,41 @@ def has_a_logit_at_the_limit(sequences: list[Head]) -> bool:
 def large_logit_ratio(sequences: list[Head]) -> float:
     logits = [head.visible_logits(i) for head in sequences for i in head.rows]
     return ratio(sum((row > 100).sum() for row in logits), sum(len(row) for row in logits))
+
+
+MAXIMA.add("logit_spacing")
+
+
+def spacing(size: float, dtype: torch.dtype) -> float:
+    """The distance from the number of a type that is nearest to one that is not negative to the next larger one."""
+    kind = torch.finfo(dtype)
+
+    def step(number: float) -> float:
+        return kind.eps * 2.0 ** np.floor(np.log2(max(number, kind.tiny)))
+
+    nearest = round(size / step(size)) * step(size)  # ties to even, as numbers are rounded
+    if nearest > kind.max:
+        return float("inf")
+    return float(step(nearest)) if nearest > 0 else 0.0
+
+
+def spacings(head: Head, shift: float) -> list[float]:
+    sizes = [abs(float(head.visible_logits(i).max())) for i in head.rows]
+    return [spacing(max(0.0, size + shift), head.dtype) for size in sizes]
+
+
+def is_next_to_another_spacing(sequences: list[Head]) -> bool:
+    def found(shift: float) -> float:
+        return max((value for head in sequences for value in spacings(head, shift)), default=0.0)
+
+    error = 1e-6 * largest_logit(sequences)
+    return len({found(shift) for shift in (-error, 0.0, error)}) > 1
+
+
+@within(relative=0, absolute=0, is_undecided=is_next_to_another_spacing)
+@of_head
+def logit_spacing(head: Head) -> list[float]:
+    return spacings(head, shift=0.0)
 
 
 @within(relative=1e-5, absolute=lambda sequences: as_exponentials_of_gaps(sequences, softmax_sensitivity))

@@ -225,6 +225,7 @@ def test_one_token() -> None:
         "marginal_gap": 0,
         "position_concentration": 1,
         "large_logit_ratio": 0,
+        "logit_spacing": float(np.spacing(np.float32(abs(logit)))),
         "uniform_position_concentration": 1,
         "value_weighted_sink": 1,
         "stable_rank": pytest.approx(1),

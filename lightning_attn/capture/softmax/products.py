@@ -75,6 +75,7 @@ def begin_logits(walk: Walk, product: Contraction, call: Operation, left: Factor
             refusal=OVER_CHANNELS if walk.channels.sums_over_tokens(product) else None,
             place=place,
             is_reordered=walk.channels.are_reordered(product.left, product.right),
+            dtype=result.dtype,
         ),
     )
 

@@ -48,6 +48,7 @@ class Logits:
         place: where the product was computed, and in what shape.
         opaque: the name of a function into which nothing can see, and through which it went.
         is_reordered: whether queries are known to be in another order than keys.
+        dtype: what the product was rounded to; ``None`` where that is not known.
     """
 
     axes: Axes
@@ -60,6 +61,7 @@ class Logits:
     place: Place | None = None
     opaque: str | None = None
     is_reordered: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(eq=False)

@@ -125,8 +125,8 @@ class WrittenAttention:
         sequences, heads, queries, keys = logits_BHNM.shape
         return AttentionCall(
             site=sampling.site,
-            query=logits_BHNM.new_empty(sequences, heads, queries, 0),
-            key=logits_BHNM.new_empty(sequences, heads, keys, 0),
+            query=logits_BHNM.new_empty(sequences, heads, queries, 0, dtype=self._dtype),
+            key=logits_BHNM.new_empty(sequences, heads, keys, 0, dtype=self._dtype),
             value=self._value(sampling) if sampling.with_values else None,
             scale=1.0,
             visibility=Visibility(mask=~self._hidden(logits_BHNM, arrange)),
@@ -152,6 +152,14 @@ class WrittenAttention:
         else:
             hidden_BHNM |= logits_BHNM <= (_SURELY_HIDDEN_BELOW if bool(hidden_BHNM.any()) else _HIDDEN_BELOW)
         return hidden_BHNM
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What logits were rounded to: models often have those of a product in half precision in float32 afterwards."""
+        entered, product = self.softmax.logits.dtype, self.softmax.history.dtype
+        if product is None:
+            return entered
+        return max(product, entered, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def _shape(self) -> torch.Size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_attn.warning.rule import Rule
 from lightning_attn.warning.rules.entropy import EntropyCollapse, Saturation, SharpHeads, UniformCollapse
-from lightning_attn.warning.rules.logits import LogitGrowth, LogitLevel, LogitSpread, NonFiniteLogits
+from lightning_attn.warning.rules.logits import LogitGrowth, LogitLevel, LogitPrecision, LogitSpread, NonFiniteLogits
 from lightning_attn.warning.rules.rank import RankCollapse
 from lightning_attn.warning.rules.sink import SinkTakeover
 from lightning_attn.warning.rules.transition import PositionalTransition
@@ -13,6 +13,7 @@ __all__ = [
     "EntropyCollapse",
     "LogitGrowth",
     "LogitLevel",
+    "LogitPrecision",
     "LogitSpread",
     "NonFiniteLogits",
     "PositionalTransition",
@@ -35,6 +36,7 @@ def built_in_rules() -> tuple[Rule, ...]:
         Saturation(),
         RankCollapse(),
         LogitLevel(),
+        LogitPrecision(),
         EntropyCollapse(),
         UniformCollapse(),
         SinkTakeover(),

@@ -108,6 +108,47 @@ class LogitLevel(LimitRule):
         )
 
 
+class LogitPrecision(LimitRule):
+    """Logits of a head are so large that keys it tells apart are one and the same to their dtype.
+
+    What `LogitLevel` does not know is how exactly logits are computed. At a `logit_spacing` of 4 two of them that
+    differ by nearly 4 may be rounded to one number, and weights that should differ by a factor of fifty to one weight.
+    Spacings are powers of two, so that a limit of 3 means 4 and more: logits from 512 on in bf16, from 4096 on in fp16,
+    and from 3e7 on in float32.
+
+    Args:
+        limits: of `logit_spacing`, increasing; one severity for each.
+        severity: how bad each is.
+        patience: so many snapshots in a row must be beyond.
+        warmup_steps: nothing is said before that step.
+    """
+
+    meaning = (
+        "The logits of the head are too large for the precision of its queries and keys: which of its foremost keys "
+        "gets the weight may be decided by rounding, and so are the gradients that could make the logits smaller."
+    )
+    remedy = (
+        "normalise queries and keys (q/k norm), or bound the logits (a soft-cap, QK-clip); lower the learning rate; "
+        "until then compute logits in float32, best from queries and keys that are in float32 too"
+    )
+
+    def __init__(
+        self,
+        limits: list[float] = [3.0],  # noqa: B006
+        severity: list[Severity] = ["warning"],  # noqa: B006
+        patience: int = 2,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(
+            "logit_precision",
+            "logit_spacing",
+            above=limits,
+            severity=severity,
+            patience=patience,
+            warmup_steps=warmup_steps,
+        )
+
+
 class NonFiniteLogits(LimitRule):
     """Logits are infinite or NaN."""
 
