@@ -25,12 +25,14 @@ class Setting:
         warmup_steps: over which it rises linearly.
         norms: where the blocks have theirs.
         qk_norm: whether queries and keys are normalised.
+        is_reference: whether it is healthy by its making, so that others of its family are held against it.
     """
 
     learning_rate: float
     warmup_steps: int
     norms: Norms = "pre"
     qk_norm: bool = False
+    is_reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ FAMILIES = {
             batch_size=16,
             settings={
                 "post-norm, lr .01": Setting(0.01, 50, "post"),
-                "post-norm, lr .002": Setting(0.002, 50, "post"),
-                "lr .001": Setting(0.001, 50),
-                "lr .002": Setting(0.002, 50),
-                "lr .002, no warm-up": Setting(0.002, 0),
-                "lr .005": Setting(0.005, 50),
+                "post-norm, lr .002": Setting(0.002, 50, "post", is_reference=True),
+                "lr .001": Setting(0.001, 50, is_reference=True),
+                "lr .002": Setting(0.002, 50, is_reference=True),
+                "lr .002, no warm-up": Setting(0.002, 0, is_reference=True),
+                "lr .005": Setting(0.005, 50, is_reference=True),
                 "lr .01": Setting(0.01, 50),
                 "lr .01, no warm-up": Setting(0.01, 0),
                 "lr .01, q/k norm": Setting(0.01, 50, qk_norm=True),
@@ -91,8 +93,8 @@ FAMILIES = {
             steps=400,
             batch_size=32,
             settings={
-                "lr .001": Setting(0.001, 20),
-                "lr .003": Setting(0.003, 20),
+                "lr .001": Setting(0.001, 20, is_reference=True),
+                "lr .003": Setting(0.003, 20, is_reference=True),
                 "lr .01": Setting(0.01, 20),
                 "lr .01, q/k norm": Setting(0.01, 20, qk_norm=True),
                 "lr .03": Setting(0.03, 20),
