@@ -56,6 +56,11 @@ def _draw_losses(panel: Axes, runs: tuple[Run, Run], unit: str) -> None:
         panel.plot(run.smooth_losses(), color=colour, linewidth=2.4, label=label)
     panel.set_ylabel(unit, fontsize=11.5)
     panel.legend(frameon=False, fontsize=12, loc="upper right")
+    for run, colour in zip(runs, COLOURS, strict=True):
+        if run.faults:
+            step = run.faults[0].step
+            panel.axvline(step, color=colour, linewidth=1.4, linestyle="--")
+            panel.text(step + 5, panel.get_ylim()[1], f"warned at step {step}", color=colour, fontsize=11.5, va="top")
     early = runs[0].early
     share = "–".join(f"{100 * step / len(runs[0].losses):.0f}" for step in early)
     bottom = panel.get_ylim()[0]

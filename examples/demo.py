@@ -1,4 +1,4 @@
-"""Train two models twice, healthily and with too high a learning rate, and watch every attention head.
+"""Train two models twice, healthily and with too high a learning rate, watch every attention head, and be warned.
 
 Run it with ``make demo``. It downloads nothing, takes about two minutes on two cores, and writes to ``demo_output/``.
 """
@@ -10,13 +10,16 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from textwrap import indent
 
 import torch
 from character_lm import CharacterLM, DocumentationText
 from comparison import Comparison
 from dashboard import draw
 from digits_vit import DigitsViT, digits
-from watched_run import Domain, train
+from watched_run import Domain, Run, train
+
+from lightning_attn.warning import message, summary
 
 OUTPUT = Path("demo_output")
 SEED = 1
@@ -51,7 +54,7 @@ def vision_transformer() -> Domain:
 
 def compare(domain: Domain, healthy_rate: float, hot_rate: float) -> None:
     """Train both runs, print what tells them apart, and draw it."""
-    print(f"{domain.title}, trained twice for {domain.steps} steps with AttentionMonitor attached\n", flush=True)
+    print(f"{domain.title}, trained twice for {domain.steps} steps and watched\n", flush=True)
     shutil.rmtree(OUTPUT / domain.name, ignore_errors=True)
     healthy = train(domain, "healthy", healthy_rate, SEED, OUTPUT / domain.name)
     hot = train(domain, "too hot", hot_rate, SEED, OUTPUT / domain.name)
@@ -59,11 +62,26 @@ def compare(domain: Domain, healthy_rate: float, hot_rate: float) -> None:
     picture = OUTPUT / f"{domain.name}.png"
     draw((healthy, hot), found.headline(), found.panel_titles(), domain.loss_unit, picture)
     print(f"\n{found.table()}\n\n{found.conclusion()}\nEvery head over training: {picture}\n", flush=True)
+    print(f"{warnings_of(healthy)}\n\n{warnings_of(hot)}\n", flush=True)
+
+
+def warnings_of(run: Run) -> str:
+    """What AttentionEarlyWarning said of a run, the first of it in full."""
+    if not run.faults:
+        return f"AttentionEarlyWarning in the {run.title} run: no warnings."
+    first = [warning for warning in run.faults if warning.step == run.faults[0].step]
+    of_first_rule = [warning for warning in first if warning.rule == first[0].rule]
+    share = f"{run.faults[0].step / len(run.losses):.0%}"
+    return (
+        f"AttentionEarlyWarning in the {run.title} run, first at {share} of it:\n\n"
+        f"{indent(message(of_first_rule), '  ')}\n\n{indent(summary(run.faults), '  ')}"
+    )
 
 
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers")
+    warnings.filterwarnings("ignore", "AttentionEarlyWarning")  # said below, and not in between progress bars
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec")  # Lightning's, of its own code
     torch.set_num_threads(1)  # the models are too small for more: on a busy machine they cost far more than they gain
 

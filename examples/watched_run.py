@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_attn import AttentionMonitor, History
+from lightning_attn import AttentionEarlyWarning, AttentionMonitor, EarlyWarning, History
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,24 @@ class Domain:
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a training run: every step's loss, the monitor's snapshots, how good the model became."""
+    """What is left of a training run: every step's loss, what the callbacks saw, how good the model became."""
 
     title: str
     learning_rate: float
     losses: list[float]
     history: History
+    warnings: list[EarlyWarning]
     test_accuracy: float | None
 
     @property
     def early(self) -> tuple[int, int]:
         """From a fifth to a quarter of the way: early enough to save a run that goes wrong."""
         return len(self.losses) // 5, len(self.losses) // 4
+
+    @property
+    def faults(self) -> list[EarlyWarning]:
+        """The warnings of faults; without what is merely worth knowing."""
+        return [warning for warning in self.warnings if warning.severity != "info"]
 
     def smooth_losses(self, width: int = 20) -> list[float]:
         """The mean of the last so many losses at each step, of fewer at the beginning."""
@@ -67,14 +73,15 @@ class Run:
 def train(domain: Domain, title: str, learning_rate: float, seed: int, folder: Path) -> Run:
     """Train the model of a domain; equal seeds begin with equal weights and see the same batches.
 
-    Watching it takes one callback, `AttentionMonitor`.
+    Watching it takes one callback, `AttentionMonitor`, and being warned another, `AttentionEarlyWarning`.
     """
     pl.seed_everything(seed, verbose=False)
     model = domain.model(learning_rate)
     monitor = AttentionMonitor(every_n_steps=10, heat_map_every_n_steps=100, print_summary=False)
+    early_warning = AttentionEarlyWarning(print_summary=False)
     losses = LossHistory()
     trainer = pl.Trainer(
-        callbacks=[monitor, losses, ProgressBar(title, domain.steps)],
+        callbacks=[monitor, early_warning, losses, ProgressBar(title, domain.steps)],
         logger=TensorBoardLogger(folder, title.replace(" ", "_"), version="", default_hp_metric=False),
         accelerator="cpu",
         max_epochs=1,
@@ -88,7 +95,7 @@ def train(domain: Domain, title: str, learning_rate: float, seed: int, folder: P
     if domain.test_data is not None:
         (tested,) = trainer.test(model, DataLoader(domain.test_data, batch_size=len(domain.test_data)), verbose=False)
         test_accuracy = tested["test_accuracy"]
-    return Run(title, learning_rate, losses.losses, monitor.history, test_accuracy)
+    return Run(title, learning_rate, losses.losses, monitor.history, early_warning.warnings, test_accuracy)
 
 
 class LossHistory(pl.Callback):

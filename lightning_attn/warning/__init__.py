@@ -8,6 +8,7 @@ what was said; what it says is an `EarlyWarning`. Nothing here knows of a Traine
 from lightning_attn.warning.early_warning import EarlyWarning, Severity
 from lightning_attn.warning.forecast import Forecast, forecast
 from lightning_attn.warning.limit_rule import LimitRule
+from lightning_attn.warning.message import message, summary
 from lightning_attn.warning.rule import Rule, Sign
 from lightning_attn.warning.rules import (
     EntropyCollapse,
@@ -54,4 +55,6 @@ __all__ = [
     "Watch",
     "built_in_rules",
     "forecast",
+    "message",
+    "summary",
 ]
