@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
+from uuid import uuid4
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,8 +19,8 @@ from lightning_attn.warning.early_warning import EarlyWarning
 class WarningFile:
     """A file that rank zero appends to; several runs may share it.
 
-    Each line holds a warning's values by name, with ``time`` and ``run``, which is when the run began. Where it cannot
-    be written this is said once, and training goes on.
+    Each line holds a warning's values by name, with ``time``, when it was written, and ``run``, which tells runs apart
+    and begins with when the run began. Where it cannot be written this is said once, and training goes on.
 
     Args:
         path: where; anything that fsspec can open.
@@ -28,7 +29,7 @@ class WarningFile:
 
     def __init__(self, path: str, run: str | None) -> None:
         self.path = path
-        self.run = run or _now()
+        self.run = run or f"{_now()} {uuid4().hex[:8]}"
         self._is_broken = False
 
     def resume(self, known: Sequence[EarlyWarning]) -> None:
