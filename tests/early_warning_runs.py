@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import LanguageModel, batches
+from models import LanguageModel
 from shared_batches import batch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_attn.warning import Place, Record, Rule, Severity, Sign
+from lightning_attn.warning import Record, Rule, Severity, Sign
 
 SITES = ("blocks.0.attention", "blocks.1.attention")
 
@@ -77,11 +77,3 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def without_origin(line: dict[str, Any]) -> dict[str, Any]:
     """A line without what tells when it was written, and in which run."""
     return {name: value for name, value in line.items() if name not in ("time", "run")}
-
-
-def place(site: int, head: int) -> Place:
-    """A head of the models here."""
-    return Place(SITES[site], head)
-
-
-__all__ = ["SITES", "Repeatable", "SignsAt", "batches", "lines", "place", "without_origin"]
