@@ -78,7 +78,7 @@ def test_from_every_capture(place: str, said: list[str], tmp_path: Path) -> None
 
     paths = {int(path.stem.split("step=")[1]): path for path in (tmp_path / "saved").glob("*.ckpt")}
     assert len(paths) == STEPS * EPOCHS
-    for step in range(1, STEPS * EPOCHS, 2):  # just behind each capture; all places in an epoch among them
+    for step in [*range(1, STEPS * EPOCHS, 2), STEPS]:  # just behind each capture, and at the end of an epoch
         again = tmp_path / f"again {step}"
         if place == "same directory":
             shutil.copytree(folder, again)
