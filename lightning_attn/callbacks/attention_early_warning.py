@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
@@ -14,7 +13,7 @@ from lightning_attn.callbacks.misconfiguration import misconfiguration
 from lightning_attn.callbacks.rule_choice import chosen_rules
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.subscription import Subscription
-from lightning_attn.callbacks.warning_actions import WarningActions
+from lightning_attn.callbacks.warning_actions import Actions, WarningActions
 from lightning_attn.callbacks.warning_log import WarningLog
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.capture.sites import SiteNames
@@ -76,7 +75,7 @@ class AttentionEarlyWarning(Callback):
         self,
         rules: Rule | list[Rule] | None = None,
         without: str | list[str] | None = None,
-        action: str | Callable[..., Any] | list[str] | dict[str, str | list[str]] = "warn",
+        action: dict[str, Actions] | Actions = "warn",
         every_n_steps: int | dict[int, int] = 10,
         sites: str | list[str] | None = None,
         max_sequences: int | None = 4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 #: A function of the Trainer, the model and the warnings of one step.
 ActionFunction = Callable[..., Any]
-#: A word or a function, or several of them.
-Actions = str | ActionFunction | Sequence[str | ActionFunction]
+Word = Literal["warn", "stop", "raise", "checkpoint"]
+#: A word or a function, or several of them. Functions come last, since LightningCLI would take a list for one.
+Actions = Word | list[Word | ActionFunction] | ActionFunction
 
-WORDS = ("warn", "stop", "raise", "checkpoint")
 #: Events are told of, and nothing else is done about them unless somebody says so.
 _ACTED_ON = ("warning", "critical")
 
@@ -53,7 +53,7 @@ class WarningActions:
         ValueError: if a word, a severity or a rule is unknown.
     """
 
-    def __init__(self, action: Actions | Mapping[str, Actions], rules: Iterable[str]) -> None:
+    def __init__(self, action: Mapping[str, Actions] | Actions, rules: Iterable[str]) -> None:
         if isinstance(action, Mapping):
             known = [*SEVERITIES, *rules]
             for key in action:
@@ -138,12 +138,12 @@ class WarningActions:
         rank_zero_info(f"AttentionEarlyWarning saved {path} because of {', '.join(sorted(new))}.")
 
 
-def _checked(given: Actions) -> tuple[str | ActionFunction, ...]:
+def _checked(given: Actions) -> tuple[Word | ActionFunction, ...]:
     actions = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for action in actions:
-        if not callable(action) and action not in WORDS:
+        if not callable(action) and action not in get_args(Word):
             raise ValueError(
-                f"`action` must be one of {list(WORDS)}, a function, a list of them, or a mapping to these from "
-                f"severities and rules, got {given!r}."
+                f"`action` must be one of {list(get_args(Word))}, a function, a list of them, or a mapping to these "
+                f"from severities and rules, got {given!r}."
             )
     return actions
