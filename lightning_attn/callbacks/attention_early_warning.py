@@ -44,9 +44,11 @@ class AttentionEarlyWarning(Callback):
         without: names of built-in rules that are left out; ``"all"`` leaves ``rules`` alone.
         action: what is done about warnings and critical ones: ``"warn"`` says it; ``"stop"`` also ends training at the
             end of the step, ``"raise"`` by an `EarlyWarningError`; ``"checkpoint"`` also saves the model, the first
-            time each rule warns; a function is called with the Trainer, the model and the list of new warnings, before
-            any of this. A list for several of these; a mapping from severities (``"info"``, ``"warning"``,
-            ``"critical"``) and names of rules for different ones. Everything is said, whatever else is done.
+            time each rule warns, as ``early-warning-step=<step>.ckpt`` where the Trainer's `ModelCheckpoint` saves, or
+            in ``checkpoints`` beside the file; a function is called with the Trainer, the model and the list of new
+            warnings, before any of this. A list for several of these; a mapping from severities (``"info"``,
+            ``"warning"``, ``"critical"``) and names of rules for different ones. Everything is said, whatever else is
+            done.
         every_n_steps: the optimiser steps from one capture to the next; see `AttentionMonitor`. Trends and patience are
             counted in captures, so rarer ones warn later.
         sites: glob patterns over `named_modules()` names of the LightningModule; ``None`` for all.

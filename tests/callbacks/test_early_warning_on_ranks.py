@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from collectives import collectives
-from distributed_training import strategy
+from distributed_training import sharded_strategy, strategy
 from early_warning_runs import SignsAt, lines, without_origin
 from lightning.pytorch.loggers import TensorBoardLogger
 from listening import hearing
@@ -18,6 +18,7 @@ from models import trainer
 from rank_pool import RankPool
 from shared_batches import EVEN, UNEVEN, SharesBatches
 from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from lightning_attn import AttentionEarlyWarning, AttentionMonitor, EarlyWarningError
 from lightning_attn.warning import LimitRule, Rule
@@ -138,6 +139,35 @@ def gone_on(path: Path, folder: Path) -> list[dict[str, Any]]:
     with hearing():
         running.fit(SharesBatches(EVEN[2], batches=6), ckpt_path=path)
     return [warning.to_dict() for warning in early_warning.warnings]
+
+
+class Shards(SharesBatches):
+    """Shards its blocks."""
+
+    def configure_model(self) -> None:
+        for module in [*self.transformer.blocks, self.transformer]:
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded(folder: Path, path: Path | None) -> list[dict[str, Any]]:
+    mine = folder / str(dist.get_rank())
+    early_warning = AttentionEarlyWarning(
+        rules(), "all", {"scripted": "checkpoint"}, every_n_steps=1, max_sequences=None, print_summary=False
+    )
+    running = trainer(
+        early_warning, strategy=sharded_strategy(), devices=2, use_distributed_sampler=False, default_root_dir=mine
+    )
+    with hearing():
+        running.fit(Shards(EVEN[2], batches=6), ckpt_path=path)
+    return [warning.to_dict() for warning in early_warning.warnings]
+
+
+def test_sharded_models_are_saved_together_too(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(sharded, tmp_path, None)
+    assert first == second and {warning["rule"] for warning in first} == {"scripted", "spread"}
+    path = tmp_path / "0" / "checkpoints" / "early-warning-step=2.ckpt"
+    assert ranks(sharded, tmp_path, path) == [first, first]
+    assert [without_origin(line) for line in lines(tmp_path / "0" / FILE)] == first
 
 
 # What it costs.

@@ -177,6 +177,8 @@ def test_help_says_what_arguments_mean(capsys: pytest.CaptureFixture[str]) -> No
 def test_an_argument_that_is_not_allowed_ends_with_its_name(
     init_args: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises((SystemExit, ValueError, Exception)) as end:
+    with pytest.raises(
+        (SystemExit, ValueError)
+    ) as end:  # as jsonargparse finds it while reading, or while it makes one
         main(["fit", "--config", with_early_warning(tmp_path / "given.yaml", **init_args), *QUICK])
     assert words in capsys.readouterr().err + str(end.value)
