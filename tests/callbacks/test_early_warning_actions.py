@@ -16,7 +16,6 @@ from listening import hearing
 from models import LanguageModel, batches, fit, trainer
 
 from lightning_attn import AttentionEarlyWarning, AttentionMonitor, EarlyWarning, EarlyWarningError
-from lightning_attn.callbacks.warning_actions import WarningActions
 
 RULES = [
     SignsAt([1], name="news", severity="info"),
@@ -282,24 +281,3 @@ def test_a_checkpoint_holds_what_all_early_warnings_found_in_the_step(tmp_path: 
     assert [warning.step for warning in finds.warnings] == [2, 5]
     assert [warning.step for warning in saves.warnings] == [2]
     assert monitor.history.steps == [3, 6, 9]
-
-
-# Arguments.
-
-
-@pytest.mark.parametrize(
-    "action",
-    [
-        "halt",
-        ["warn", "halt"],
-        5,
-        None,
-        {"critical": "halt"},
-        {"fatal": "stop"},
-        {"critical": {"warn": "stop"}},
-        [["stop"]],
-    ],
-)
-def test_an_action_that_is_none(action: Any) -> None:
-    with pytest.raises(ValueError, match=r"`action` .*(allowed|must be)"):
-        WarningActions(action, ["early"])

@@ -15,6 +15,7 @@ from listening import hearing
 from models import LanguageModel, fit, trainer
 
 from lightning_attn import AttentionEarlyWarning
+from lightning_attn.callbacks.warning_actions import WarningActions
 from lightning_attn.warning import LimitRule, LogitSpread, Record, Rule, Sign, built_in_rules
 
 BUILT_IN = [rule.name for rule in built_in_rules()]
@@ -157,6 +158,24 @@ def test_an_argument_that_is_not_allowed(arguments: dict[str, Any], words: list[
     with pytest.raises(MisconfigurationException) as error:
         AttentionEarlyWarning(**arguments)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "halt",
+        ["warn", "halt"],
+        5,
+        None,
+        {"critical": "halt"},
+        {"fatal": "stop"},
+        {"critical": {"warn": "stop"}},
+        [["stop"]],
+    ],
+)
+def test_an_action_that_is_none(action: Any) -> None:
+    with pytest.raises(ValueError, match=r"`action` .*(allowed|must be)"):
+        WarningActions(action, ["early"])
 
 
 def test_a_pattern_that_no_module_has() -> None:
