@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_attn.callbacks.cadence import check_positive
-from lightning_attn.callbacks.loggers import log_scalars, log_text
+from lightning_attn.callbacks.loggers import output_folder
 from lightning_attn.callbacks.misconfiguration import misconfiguration
+from lightning_attn.callbacks.rule_choice import chosen_rules
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.subscription import Subscription
-from lightning_attn.callbacks.warning_actions import WarningActions
-from lightning_attn.callbacks.warning_file import WarningFile
+from lightning_attn.callbacks.warning_actions import Actions, WarningActions
+from lightning_attn.callbacks.warning_log import WarningLog
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
-from lightning_attn.warning.announcer import Announcer
 from lightning_attn.warning.early_warning import EarlyWarning
-from lightning_attn.warning.message import summary
 from lightning_attn.warning.rule import Rule
-from lightning_attn.warning.rules import built_in_rules
 from lightning_attn.warning.watch import Watch
 
 if TYPE_CHECKING:
@@ -38,7 +34,9 @@ class AttentionEarlyWarning(Callback):
     it, and the rules are held against them. What is new is told once: as a Python warning on rank zero, in TensorBoard,
     as a line of JSON, and in `warnings`. It needs no logger and no monitor; beside a monitor a step is captured once.
 
-    All ranks see the same values and come to the same warnings, so that they stop, raise and save together.
+    All ranks see the same values and come to the same warnings, so that they stop, raise and save together, when the
+    optimiser step has ended in which a warning was found. Several early warnings on one Trainer need other rules,
+    sites, cadences or files, by which their states are told apart.
 
     Args:
         rules: rules to be held against the run, beside those that come with the package; one of the same name takes the
@@ -46,9 +44,11 @@ class AttentionEarlyWarning(Callback):
         without: names of built-in rules that are left out; ``"all"`` leaves ``rules`` alone.
         action: what is done about warnings and critical ones: ``"warn"`` says it; ``"stop"`` also ends training at the
             end of the step, ``"raise"`` by an `EarlyWarningError`; ``"checkpoint"`` also saves the model, the first
-            time each rule warns; a function is called with the Trainer, the model and the list of new warnings. A list
-            for several of these; a mapping from severities (``"info"``, ``"warning"``, ``"critical"``) and names of
-            rules for different ones. Everything is said, whatever else is done.
+            time each rule warns, as ``early-warning-step=<step>.ckpt`` where the Trainer's `ModelCheckpoint` saves, or
+            in ``checkpoints`` beside the file; a function is called with the Trainer, the model and the list of new
+            warnings, before any of this. A list for several of these; a mapping from severities (``"info"``,
+            ``"warning"``, ``"critical"``) and names of rules for different ones. Everything is said, whatever else is
+            done.
         every_n_steps: the optimiser steps from one capture to the next; see `AttentionMonitor`. Trends and patience are
             counted in captures, so rarer ones warn later.
         sites: glob patterns over `named_modules()` names of the LightningModule; ``None`` for all.
@@ -77,7 +77,7 @@ class AttentionEarlyWarning(Callback):
         self,
         rules: Rule | list[Rule] | None = None,
         without: str | list[str] | None = None,
-        action: str | Callable[..., Any] | list[str] | dict[str, str | list[str]] = "warn",
+        action: dict[str, Actions] | Actions = "warn",
         every_n_steps: int | dict[int, int] = 10,
         sites: str | list[str] | None = None,
         max_sequences: int | None = 4,
@@ -90,22 +90,15 @@ class AttentionEarlyWarning(Callback):
     ) -> None:
         with misconfiguration():
             self._schedule = CaptureSchedule(every_n_steps, max_overhead)
-            self._watch = Watch(_chosen(rules, without), None if strict else _report)
+            self._watch = Watch(chosen_rules(rules, without), None if strict else _report)
             statistics = dict.fromkeys(name for rule in self._watch.rules for name in rule.statistics)
             self._subscription = Subscription(Request.of(sites, list(statistics), max_sequences, 1, strict, compiled))
             self._actions = WarningActions(action, [rule.name for rule in self._watch.rules])
             check_positive(quiet_steps, "quiet_steps")
-            if not isinstance(file, (str, type(None))):
-                raise ValueError(f"`file` must be the name of a file, or None for none, got {file!r}.")
-        self._announcer = Announcer(quiet_steps)
-        self._print_summary = print_summary
-        self._file_name = file
-        self._file: WarningFile | None = None
-        self._run: str | None = None
+            self._log = WarningLog(quiet_steps, file, print_summary)
         self._folder = "."
-        self._is_resumed = False
         self._key = self._generate_state_key(
-            rules=[repr(rule) for rule in self._watch.rules], every_n_steps=every_n_steps, sites=sites, file=file
+            rules=[rule.name for rule in self._watch.rules], every_n_steps=every_n_steps, sites=sites, file=file
         )
         #: What was found in this run, oldest first.
         self.warnings: list[EarlyWarning] = []
@@ -126,46 +119,47 @@ class AttentionEarlyWarning(Callback):
         return self._key
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to repeat no warning and lose none."""
+        """What a resumed run needs to repeat no warning and lose none, in plain values and tensors."""
         return {
             "schedule": self._schedule.state_dict(),
             "watch": self._watch.state_dict(),
-            "announcer": self._announcer.state_dict(),
             "actions": self._actions.state_dict(),
+            "log": self._log.state_dict(),
             "warnings": [warning.to_dict() for warning in self.warnings],
-            "run": self._run,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a checkpoint left off."""
         self._schedule.load_state_dict(state_dict["schedule"])
         self._watch.load_state_dict(state_dict["watch"])
-        self._announcer.load_state_dict(state_dict["announcer"])
         self._actions.load_state_dict(state_dict["actions"])
+        self._log.load_state_dict(state_dict["log"])
         self.warnings = [EarlyWarning.from_dict(values) for values in state_dict["warnings"]]
-        self._run = state_dict["run"]
-        self._is_resumed = True
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on with other arguments too, such as a rule less, where it is clear whose state it is."""
+        states = checkpoint.get("callbacks", {})
+        ours = [key for key in states if key.split("{")[0] == type(self).__qualname__]
+        if self._key not in states and len(ours) == 1 and _all(trainer) == [self]:
+            self.load_state_dict(states[ours[0]])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse patterns that no module has, and find out where files go, which ranks do together."""
         with misconfiguration():
             self._subscription.request.sites.check(SiteNames(pl_module))
-        self._folder = str(trainer.log_dir or trainer.default_root_dir)
+        self._folder = output_folder(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a run, or go on with one."""
         if self._schedule.start(trainer):
             self._watch.clear()
-            self._announcer.clear()
             self._actions.begin()
+            self._log.begin()
             self.warnings.clear()
-            self._run = None
-        if self._file_name is not None and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            self._file = WarningFile(_join(self._folder, self._file_name), self._run)
-            self._run = self._file.run
-            if self._is_resumed:
-                self._file.resume(self.warnings)
-        self._is_resumed = False
+        self._actions.stopped_for = None
+        self._log.open(trainer, self._folder, self.warnings)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -177,19 +171,19 @@ class AttentionEarlyWarning(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hold the rules against the snapshot of a watched batch, and count the step."""
+        """Hold the rules against the snapshot of a watched batch, count the step, and act if it has ended."""
         was_watched = self._subscription.is_open
         snapshot = self._subscription.collect(trainer) if was_watched else None
         if snapshot:
             self._schedule.settle(self._subscription.number)
-        new = self._judge(trainer, snapshot) if snapshot else []
-        self._schedule.batch_ends(trainer, was_watched, was_captured=bool(snapshot))
-        if new:  # last, so that what is saved or raised finds everything written down
-            self._actions.act(trainer, pl_module, new, self._folder)
+            self._judge(trainer, snapshot)
+        if self._schedule.batch_ends(trainer, was_watched, was_captured=bool(snapshot)):
+            self._act(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give up a batch that never ended."""
+        """Give up a batch that never ended, and act where no step has ended since a warning."""
         self._subscription.give_up(trainer)
+        self._act(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give up a batch that never ended."""
@@ -201,52 +195,30 @@ class AttentionEarlyWarning(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sum up what was found."""
-        if self._print_summary and trainer.is_global_zero:
-            print(f"\n{summary(self.warnings)}")
+        self._log.end(trainer, self.warnings)
 
-    def _judge(self, trainer: pl.Trainer, snapshot: Snapshot) -> list[EarlyWarning]:
-        """Write down what is new in a snapshot, and say it."""
+    def _judge(self, trainer: pl.Trainer, snapshot: Snapshot) -> None:
+        """Find what is new in a snapshot, and tell of it."""
         new = self._watch.look(snapshot)
         self.warnings += new
-        if self._file is not None:
-            self._file.add(new)
-        said = self._announcer.messages(snapshot.step, new)
-        for severity, text in said:
-            if severity == "info":
-                rank_zero_info(f"AttentionEarlyWarning. {text}")
-            else:
-                rank_zero_warn(f"AttentionEarlyWarning. {text}", category=AttentionWarning)
-        if said:
-            log_text(trainer, "attention_warnings", _markdown([text for _, text in said]), snapshot.step)
+        self._actions.add(new)
+        standing = self._watch.raised()
         ever = dict.fromkeys(warning.rule for warning in self.warnings)
-        raised = self._watch.raised()
-        log_scalars(trainer, {f"attention_warnings/{rule}": float(raised.get(rule, 0)) for rule in ever}, snapshot.step)
-        return new
+        self._log.write(trainer, snapshot.step, new, {rule: standing.get(rule, 0) for rule in ever})
+
+    def _act(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the last early warning of a Trainer act for all, so that what one saves holds what all have found."""
+        together = _all(trainer)
+        if self not in together:  # it is called by another callback, which holds it
+            together = [self]
+        if together[-1] is self:
+            for early_warning in together:
+                early_warning._actions.act(trainer, pl_module, early_warning._folder)
 
 
-def _chosen(rules: Rule | Sequence[Rule] | None, without: str | Sequence[str] | None) -> list[Rule]:
-    """The built-in rules without those that are left out or replaced, and the user's own.
-
-    Raises:
-        ValueError: if something is no rule, two have one name, a name is unknown, or none is left.
-    """
-    own = [rules] if isinstance(rules, Rule) else list(rules or ())
-    for rule in own:
-        if not isinstance(rule, Rule):
-            raise ValueError(f"`rules` must be instances of lightning_attn.warning.Rule, got {rule!r}.")
-    names = [rule.name for rule in own]
-    if len(set(names)) < len(names):
-        raise ValueError(f"`rules` must have different names, got {names}.")
-    built_in = built_in_rules()
-    left_out = [without] if isinstance(without, str) else list(without or ())
-    known = [rule.name for rule in built_in]
-    for name in left_out:
-        if name not in [*known, "all"]:
-            raise ValueError(f"`without` must hold names of built-in rules, {known}, or be 'all', got {name!r}.")
-    kept = [] if "all" in left_out else [rule for rule in built_in if rule.name not in [*left_out, *names]]
-    if not own and not kept:
-        raise ValueError("`rules` and `without` leave no rule; give one to `rules`, or leave the callback out.")
-    return [*kept, *own]
+def _all(trainer: pl.Trainer) -> list[AttentionEarlyWarning]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [callback for callback in callbacks if isinstance(callback, AttentionEarlyWarning)]
 
 
 def _report(rule: Rule, error: Exception) -> None:
@@ -254,11 +226,3 @@ def _report(rule: Rule, error: Exception) -> None:
         f"The rule {rule.name!r} failed and is left out from now on: {type(error).__name__}: {error}",
         category=AttentionWarning,
     )
-
-
-def _join(folder: str, name: str) -> str:
-    return name if "://" in name or os.path.isabs(name) else f"{folder.rstrip('/')}/{name}"
-
-
-def _markdown(messages: Sequence[str]) -> str:
-    return "\n\n---\n\n".join(text.replace("\n", "  \n") for text in messages)

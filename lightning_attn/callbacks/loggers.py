@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -12,6 +13,12 @@ from lightning_attn.tensorboard import Layout, SummaryWriter, heat_map
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+def output_folder(trainer: pl.Trainer) -> str:
+    """The directory of the first logger's run, or the Trainer's own; all ranks must ask, since one tells the others."""
+    folder = trainer.log_dir
+    return str(folder if isinstance(folder, (str, os.PathLike)) else trainer.default_root_dir)
 
 
 def log_scalars(trainer: pl.Trainer, tagged: Mapping[str, float], step: int) -> None:

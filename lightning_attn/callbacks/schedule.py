@@ -1,4 +1,4 @@
-"""Which training batches a monitor watches."""
+"""Which training batches a callback watches."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ class CaptureSchedule:
         """What a resumed run needs to go on at the same cadence."""
         return {
             "optimizer_steps": self._steps.count,
+            "global_step": self._steps.global_step,
             "last_capture": self._last_capture,
             "fewest_steps": None if self._budget is None else self._budget.fewest_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off."""
-        self._steps.restore(state.get("optimizer_steps", 0))
+        self._steps.restore(state.get("optimizer_steps", 0), state.get("global_step"))
         self._last_capture = state.get("last_capture")
         fewest_steps = state.get("fewest_steps")
         if self._budget is not None and fewest_steps is not None:
@@ -79,13 +80,16 @@ class CaptureSchedule:
             self._budget.batch_starts(wait)
         return self._tries_left > 0
 
-    def batch_ends(self, trainer: pl.Trainer, was_watched: bool, was_captured: bool) -> None:
+    def batch_ends(self, trainer: pl.Trainer, was_watched: bool, was_captured: bool) -> bool:
         """Count the batch.
 
         Args:
             trainer: the Trainer.
             was_watched: whether it was watched because `batch_starts` said so.
             was_captured: whether there was any attention in it.
+
+        Returns:
+            Whether an optimiser stepped in it.
         """
         self._tries_left -= was_watched
         if was_captured:
@@ -95,6 +99,7 @@ class CaptureSchedule:
             before, self._watched_steps = self._watched_steps, CaptureSession.of(trainer).watched_steps
             is_plain = before == self._watched_steps
             self._budget.batch_ends("capture" if was_captured else "plain" if is_plain else "other", stepped)
+        return stepped
 
     @property
     def needed_steps(self) -> float:
@@ -116,7 +121,7 @@ class CaptureSchedule:
         capture, plain_step = self._budget.capture, self._budget.plain_step
         if asked < interval >= 2 * self._announced and capture is not None and plain_step is not None:
             rank_zero_info(
-                f"AttentionMonitor captures every {interval} steps from step {self._steps.count} on, where {asked} were"
+                f"Attention is captured every {interval} steps from step {self._steps.count} on, where {asked} were"
                 f" asked for: a capture takes {capture:.3g} s beyond its step, a step without one {plain_step:.3g} s,"
                 f" and `max_overhead` is {self._budget.max_overhead:g}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        self._global_step = 0
+        #: Lightning's own count at the end of the last batch that was counted.
+        self.global_step = 0
         self._is_restored = False
 
     def start(self, trainer: pl.Trainer) -> bool:
@@ -36,25 +38,28 @@ class OptimizerSteps:
         Returns:
             Whether this is the beginning of a run.
         """
-        self._global_step = trainer.global_step
         begins = (logger_step(trainer) if _ranks_may_step_apart(trainer) else trainer.global_step) == 0
         if begins:
             self.count = 0
         elif not self._is_restored:
             self.count = logger_step(trainer)
+        elif trainer.global_step > self.global_step:  # saved by a callback that was told first of the batch's end
+            self.count += 1
+        self.global_step = trainer.global_step
         self._is_restored = True
         return begins
 
-    def restore(self, count: int) -> None:
-        """Take the count from a checkpoint."""
+    def restore(self, count: int, global_step: int | None) -> None:
+        """Take the count from a checkpoint, with Lightning's own; ``None`` where that was not kept."""
         self.count = count
+        self.global_step = sys.maxsize if global_step is None else global_step
         self._is_restored = True
 
     def batch_ended(self, trainer: pl.Trainer) -> bool:
         """Count the batch if an optimiser stepped in it or may have on another rank, and say whether it counts."""
-        stepped = trainer.global_step > self._global_step or _ranks_may_step_apart(trainer)
+        stepped = trainer.global_step > self.global_step or _ranks_may_step_apart(trainer)
         self.count += stepped
-        self._global_step = max(trainer.global_step, self._global_step)
+        self.global_step = max(trainer.global_step, self.global_step)
         return stepped
 
 

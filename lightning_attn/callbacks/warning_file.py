@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
+from uuid import uuid4
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,8 +19,8 @@ from lightning_attn.warning.early_warning import EarlyWarning
 class WarningFile:
     """A file that rank zero appends to; several runs may share it.
 
-    Each line holds a warning's values by name, with ``time`` and ``run``, which is when the run began. Where it cannot
-    be written this is said once, and training goes on.
+    Each line holds a warning's values by name, with ``time``, when it was written, and ``run``, which tells runs apart
+    and begins with when the run began. Where it cannot be written this is said once, and training goes on.
 
     Args:
         path: where; anything that fsspec can open.
@@ -28,7 +29,7 @@ class WarningFile:
 
     def __init__(self, path: str, run: str | None) -> None:
         self.path = path
-        self.run = run or _now()
+        self.run = run or f"{_now()} {uuid4().hex[:8]}"
         self._is_broken = False
 
     def resume(self, known: Sequence[EarlyWarning]) -> None:
@@ -38,16 +39,18 @@ class WarningFile:
         it is a new one, is put in.
         """
         with _Forgiving(self):
-            lines = self._lines()
-            others = [line for line in lines if _of(line).get("run") != self.run]
+            text = self._read()
+            lines = text.splitlines(keepends=True)
+            if lines and not text.endswith("\n"):  # it was cut off when the run was killed
+                lines[-1:] = [f"{lines[-1]}\n"] if _of(lines[-1]) else []
+            wanted = {_key(warning.to_dict()) for warning in known}
             mine = [line for line in lines if _of(line).get("run") == self.run]
-            of_known = {json.dumps(_plain(warning)) for warning in known}
-            kept = [line for line in mine if json.dumps(_without_origin(_of(line))) in of_known]
-            written = {json.dumps(_without_origin(_of(line))) for line in kept}
-            missing = [warning for warning in known if json.dumps(_plain(warning)) not in written]
-            if len(kept) < len(mine):
-                self._replace([*others, *kept])
-            self._append(missing)
+            surplus = {line for line in mine if _key(_of(line)) not in wanted}
+            kept = "".join(line for line in lines if line not in surplus)
+            if kept != text:
+                self._replace(kept)
+            written = {_key(_of(line)) for line in mine}
+            self._append([warning for warning in known if _key(warning.to_dict()) not in written])
 
     def add(self, warnings: Sequence[EarlyWarning]) -> None:
         """Append a line for each."""
@@ -61,20 +64,20 @@ class WarningFile:
         filesystem.makedirs(self.path.rpartition("/")[0] or ".", exist_ok=True)
         origin = {"time": _now(), "run": self.run}
         with filesystem.open(self.path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**origin, **_plain(warning)}) + "\n" for warning in warnings)
+            file.writelines(json.dumps({**origin, **_plain(warning.to_dict())}) + "\n" for warning in warnings)
 
-    def _lines(self) -> list[str]:
+    def _read(self) -> str:
         filesystem = get_filesystem(self.path)
         if not filesystem.exists(self.path):
-            return []
+            return ""
         with filesystem.open(self.path, "r", encoding="utf-8") as file:
-            return [line for line in file.read().splitlines() if line.strip()]
+            return str(file.read())
 
-    def _replace(self, lines: Sequence[str]) -> None:
+    def _replace(self, text: str) -> None:
         filesystem = get_filesystem(self.path)
-        partial = f"{self.path}.partial"
+        partial = f"{self.path}.partial"  # so that nothing is lost if the run is killed now
         with filesystem.open(partial, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+            file.write(text)
         filesystem.mv(partial, self.path)
 
     def give_up(self, error: Exception) -> None:
@@ -99,12 +102,16 @@ class _Forgiving:
         return False
 
 
-def _plain(warning: EarlyWarning) -> dict[str, Any]:
+def _plain(said: dict[str, Any]) -> dict[str, Any]:
     """Values that JSON has: what is not finite has no number there."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in warning.to_dict().items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in said.items()
     }
+
+
+def _key(said: dict[str, Any]) -> str:
+    """What a warning or its line says, without what tells when it was written, and in which run."""
+    return json.dumps({name: value for name, value in _plain(said).items() if name not in ("time", "run")})
 
 
 def _of(line: str) -> dict[str, Any]:
@@ -114,10 +121,6 @@ def _of(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return said if isinstance(said, dict) else {}
-
-
-def _without_origin(said: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if name not in ("time", "run")}
 
 
 def _now() -> str:

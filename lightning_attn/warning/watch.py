@@ -52,12 +52,12 @@ class Watch:
     def __init__(self, rules: Sequence[Rule], report: Callable[[Rule, Exception], None] | None = None) -> None:
         self.rules = tuple(rules)
         self._report = report
-        self._failed: set[str] = set()
         self._keep = max([_SLOPE_SNAPSHOTS, *(rule.snapshots for rule in self.rules)])
         self.clear()
 
     def clear(self) -> None:
         """Forget what was seen."""
+        self._failed: set[str] = set()
         self._snapshots: list[Snapshot] = []
         self._standings: dict[str, dict[Place, _Standing]] = {}
 
@@ -101,7 +101,7 @@ class Watch:
         if record.step < rule.warmup_steps or rule.name in self._failed:
             return {}
         try:
-            return {sign.place: sign for sign in rule.signs(record)}
+            return {sign.place: sign for sign in map(_plain, rule.signs(record))}
         except Exception as error:
             if self._report is None:
                 raise
@@ -137,6 +137,26 @@ class Watch:
         for rule, site, head, grades, since, warned_grade in state["standings"]:
             standing = _Standing(list(grades), since, warned_grade)
             self._standings.setdefault(rule, {})[Place(site, head)] = standing
+
+
+def _plain(sign: Sign) -> Sign:
+    """A sign in Python's own numbers, whatever its rule computes with: checkpoints and JSON have no others."""
+    return Sign(
+        place=_plain_place(sign.place),
+        statistic=str(sign.statistic),
+        value=float(sign.value),
+        limit=None if sign.limit is None else float(sign.limit),
+        grade=int(sign.grade),
+        slope=None if sign.slope is None else float(sign.slope),
+        predicted_step=None if sign.predicted_step is None else int(sign.predicted_step),
+        worst=None if sign.worst is None else _plain_place(sign.worst),
+        heads=None if sign.heads is None else int(sign.heads),
+        of_heads=None if sign.of_heads is None else int(sign.of_heads),
+    )
+
+
+def _plain_place(place: Place) -> Place:
+    return Place(place.site, None if place.head is None else int(place.head))
 
 
 def _warnings(rule: Rule, record: Record, new: Iterable[tuple[Sign, _Standing]]) -> list[EarlyWarning]:

@@ -309,6 +309,19 @@ def test_a_resumed_run_captures_as_an_uninterrupted_one(tmp_path: Path) -> None:
     assert after.history.steps == [8, 12]
 
 
+def test_a_run_goes_on_from_a_checkpoint_that_knows_less(tmp_path: Path) -> None:
+    """Of the first version, which did not keep Lightning's count beside its own."""
+    running = fit(LanguageModel(), AttentionMonitor(every_n_steps=4), steps=6)
+    running.save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    (state,) = checkpoint["callbacks"].values()
+    del state["global_step"]
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    after = AttentionMonitor(every_n_steps=4)
+    trainer(after, max_epochs=3).fit(LanguageModel(), batches(6), ckpt_path=tmp_path / "last.ckpt")
+    assert after.history.steps == [8, 12, 16]
+
+
 def test_a_resumed_run_knows_its_callback_metrics_before_the_next_capture(tmp_path: Path) -> None:
     def callbacks() -> list[pl.Callback]:
         monitor = AttentionMonitor(every_n_steps=50, callback_metrics="entropy/min")

@@ -65,7 +65,7 @@ def test_captures_become_rarer_and_this_is_said_and_logged(clock: Clock, said: l
     fit(TakesASecond(), monitor, steps=170, logger=CSVLogger(tmp_path, name="", version=""))
     assert monitor.history.steps == [0, 10, 20, 90, 160]
     assert said == [
-        "AttentionMonitor captures every 70 steps from step 20 on, where 10 were asked for: a capture takes 4 s beyond"
+        "Attention is captured every 70 steps from step 20 on, where 10 were asked for: a capture takes 4 s beyond"
         " its step, a step without one 1 s, and `max_overhead` is 0.1."
     ]
     header, *rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
@@ -94,7 +94,7 @@ def test_a_cadence_that_changes(clock: Clock, said: list[str]) -> None:
     monitor = a_monitor(every_n_steps={0: 5, 100: 90})
     fit(TakesASecond(), monitor, steps=300)
     assert monitor.history.steps == [0, 10, 20, 85, 190, 280]
-    assert [message.split(" from")[0] for message in said] == ["AttentionMonitor captures every 65 steps"]
+    assert [message.split(" from")[0] for message in said] == ["Attention is captured every 65 steps"]
 
 
 def test_accumulation_counts_optimiser_steps(clock: Clock, said: list[str]) -> None:
