@@ -64,7 +64,10 @@ def message(warnings: Sequence[EarlyWarning], is_first: bool = True) -> str:
     found = f"Step {first.step}, {first.severity}, {first.rule}: {_found(first)}{_others(warnings)}."
     forecast = ""
     if first.predicted_step is not None and first.limit is not None:
-        forecast = f"Going on like this it passes {first.limit:.3g} at about step {first.predicted_step}. "
+        if first.predicted_step > first.step:
+            forecast = f"Going on like this it passes {first.limit:.3g} at about step {first.predicted_step}. "
+        else:
+            forecast = f"It has just passed {first.limit:.3g}. "
     if not is_first:
         return f"{found} {forecast}".strip()
     lines = [found, f"{forecast}{first.meaning}".strip()]

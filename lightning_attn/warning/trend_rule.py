@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
+from typing import get_args
 
 import numpy as np
 
-from lightning_attn.statistics.registry import resolve
 from lightning_attn.warning.early_warning import Severity
-from lightning_attn.warning.forecast import MIN_POINTS, forecast, may_cross
-from lightning_attn.warning.rule import Rule, Sign, check_count
+from lightning_attn.warning.forecast import MIN_POINTS, Forecast, forecasts, may_cross
+from lightning_attn.warning.rule import Rule, Sign, check_count, check_number
 from lightning_attn.warning.series import Record, Scope
 
-#: Of the series that least squares finds, so many are looked at closely, which bounds what thousands of heads cost.
-_MOST_FORECASTS = 16
+#: Of the series that may cross so many are looked at closely, which bounds what thousands of heads cost.
+_MOST_FORECASTS = 32
 
 
 class TrendRule(Rule):
@@ -22,7 +23,8 @@ class TrendRule(Rule):
     Args:
         name: what the rule is called.
         statistic: name of the statistic.
-        limit: what will be crossed, from below or from above.
+        above: the limit that is going to be crossed from below.
+        below: the limit that is going to be crossed from above. Either ``above`` or ``below`` is given.
         horizon: within so many steps.
         window: the newest snapshots that the trend is taken of.
         scope: each head by itself, or the mean of each site or of the model.
@@ -34,10 +36,15 @@ class TrendRule(Rule):
 
     Raises:
         ValueError: if an argument is not allowed, or the statistic is unknown.
+
+    Example:
+        >>> TrendRule("narrowing", "entropy_without_sink", below=0.05, horizon=200, scope="site").limit
+        0.05
     """
 
     statistic: str
     limit: float
+    is_above: bool
     horizon: int
     scope: Scope
 
@@ -45,7 +52,8 @@ class TrendRule(Rule):
         self,
         name: str,
         statistic: str,
-        limit: float,
+        above: float | None = None,
+        below: float | None = None,
         horizon: int = 100,
         window: int = 10,
         scope: Scope = "head",
@@ -55,13 +63,19 @@ class TrendRule(Rule):
         meaning: str = "",
         remedy: str = "",
     ) -> None:
-        (registered,) = resolve(statistic)
+        if (above is None) == (below is None):
+            raise ValueError(f"Give either `above` or `below`, got above={above!r} and below={below!r}.")
+        (limit,) = (given for given in (above, below) if given is not None)
+        check_number(limit, "limit")
         check_count(horizon, "horizon", least=1)
         check_count(window, "window", least=MIN_POINTS)
-        super().__init__(name, [registered.name], severity, warmup_steps, patience, snapshots=window)
+        if scope not in get_args(Scope):
+            raise ValueError(f"`scope` must be 'head', 'site' or 'model', got {scope!r}.")
+        super().__init__(name, [statistic], severity, warmup_steps, patience, snapshots=window)
         self._keep(
-            statistic=registered.name,
+            statistic=statistic,
             limit=float(limit),
+            is_above=below is None,
             horizon=horizon,
             scope=scope,
             meaning=meaning or type(self).meaning,
@@ -69,27 +83,35 @@ class TrendRule(Rule):
         )
 
     def signs(self, record: Record) -> Iterator[Sign]:
-        """Every place whose trend crosses the limit within the horizon."""
+        """Every place whose trend crosses the limit within the horizon.
+
+        What was warned of is not warned of anew while it is beyond the limit, or may still cross it: noise hides a
+        trend now and then.
+        """
         if not record.has(self.statistic):
             return
         series = record.series(self.statistic).last(self.snapshots).averaged(self.scope)
         steps_T, values_TP = series.steps_T, series.values_TP
-        if len(steps_T) < MIN_POINTS:
-            return
-        candidates = np.flatnonzero(may_cross(steps_T, values_TP, self.limit, 2 * self.horizon))
-        distance_P = np.abs(values_TP[-1] - self.limit)
-        nearest = candidates[np.argsort(distance_P[candidates], kind="stable")]
-        for rank, place in enumerate(nearest.tolist()):
-            value = float(values_TP[-1, place])
-            found = forecast(steps_T, values_TP[:, place], self.limit) if rank < _MOST_FORECASTS else None
-            if found is not None and found.step - record.step <= self.horizon:
+        sense = 1 if self.is_above else -1
+        beyond_P = sense * series.last_P >= sense * self.limit
+        worth_P = beyond_P | may_cross(steps_T, values_TP, self.limit, 2 * self.horizon)
+        worth = np.flatnonzero(worth_P)
+        # Those within the limit first, the nearest to it before the others.
+        order = np.lexsort((np.abs(series.last_P[worth] - self.limit), beyond_P[worth]))
+        nearest = worth[order]
+        found = forecasts(steps_T, values_TP[:, nearest[:_MOST_FORECASTS]], self.limit)
+        known: Forecast | None
+        looked_at = zip_longest(nearest.tolist(), series.last_P[nearest].tolist(), found)
+        for place, value, known in looked_at:
+            if known is not None and sense * known.slope > 0 and known.step - record.step <= self.horizon:
+                step = int(np.ceil(known.step))
                 yield Sign(
                     series.places[place],
                     self.statistic,
                     value,
                     self.limit,
-                    slope=found.slope,
-                    predicted_step=int(np.ceil(found.step)),
+                    slope=known.slope,
+                    predicted_step=step,
                 )
-            else:  # not sure any more, or one of too many
+            else:
                 yield Sign(series.places[place], self.statistic, value, self.limit, grade=0)

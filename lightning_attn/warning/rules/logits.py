@@ -71,7 +71,7 @@ class LogitGrowth(TrendRule):
         super().__init__(
             "logit_growth",
             "logit_std",
-            limit,
+            above=limit,
             horizon=horizon,
             window=window,
             patience=patience,
