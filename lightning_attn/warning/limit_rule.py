@@ -78,7 +78,9 @@ class LimitRule(Rule):
         remedy: str = "",
     ) -> None:
         if (above is None) == (below is None):
-            raise ValueError(f"Give either `above` or `below`, got above={above!r} and below={below!r}.")
+            raise ValueError(
+                f"The limit, either `above` or `below`, must be given, got above={above!r} and below={below!r}."
+            )
         limits = _limits(above, "above", 1) if below is None else _limits(below, "below", -1)
         if quantity not in get_args(Quantity):
             raise ValueError(f"`quantity` must be 'value' or 'rate', got {quantity!r}.")

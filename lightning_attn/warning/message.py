@@ -108,9 +108,12 @@ def summary(warnings: Sequence[EarlyWarning]) -> str:
 
 def _found(warning: EarlyWarning) -> str:
     if warning.heads is not None:
-        beyond = "above" if warning.limit is not None and warning.value > warning.limit else "below"
+        many = f"{warning.heads} of {warning.of_heads} heads"
+        if warning.limit is None:
+            return f"{many}; {_place(warning)} is the worst: {warning.statistic} {warning.value:.3g}{_pace(warning)}"
+        beyond = "above" if warning.value > warning.limit else "below"
         return (
-            f"{warning.heads} of {warning.of_heads} heads have {warning.statistic} {beyond} {warning.limit:.3g}; "
+            f"{many} have {warning.statistic} {beyond} {warning.limit:.3g}; "
             f"{_place(warning)} is farthest with {warning.value:.3g}{_pace(warning)}"
         )
     limit = ""

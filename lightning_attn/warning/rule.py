@@ -66,7 +66,7 @@ class Rule(ABC):
         ...             if value > self.limit:
         ...                 yield Sign(place, "self_weight", value, self.limit)
         >>> DeafHead(limit=0.9)
-        DeafHead(name='deaf_head', severities=('info',), warmup_steps=0, patience=3, limit=0.9)
+        DeafHead(name='deaf_head', severities=('info',), warmup_steps=0, patience=3, snapshots=1, limit=0.9)
 
     Args:
         name: what it is called: by users, in tags and in files.
@@ -149,8 +149,8 @@ class Rule(ABC):
         return hash((type(self), tuple(sorted((name, repr(value)) for name, value in vars(self).items()))))
 
     def __repr__(self) -> str:
-        # What follows from the rest, and words, say nothing about what it does.
-        left_out = {"statistics", "snapshots", "meaning", "remedy"}
+        # The words say nothing about what it does, nor do the statistics that its arguments name.
+        left_out = {"statistics", "meaning", "remedy"}
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in left_out)
         return f"{type(self).__name__}({settings})"
 

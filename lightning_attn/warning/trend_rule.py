@@ -7,11 +7,12 @@ from itertools import zip_longest
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_attn.warning.early_warning import Severity
-from lightning_attn.warning.forecast import MIN_POINTS, Forecast, forecasts, may_cross
+from lightning_attn.warning.forecast import MIN_POINTS, Forecast, forecasts, least_squares_slopes, may_cross
 from lightning_attn.warning.rule import Rule, Sign, check_count, check_number
-from lightning_attn.warning.series import Record, Scope
+from lightning_attn.warning.series import Array, Record, Scope
 
 #: Of the series that may cross so many are looked at closely, which bounds what thousands of heads cost.
 _MOST_FORECASTS = 32
@@ -64,7 +65,9 @@ class TrendRule(Rule):
         remedy: str = "",
     ) -> None:
         if (above is None) == (below is None):
-            raise ValueError(f"Give either `above` or `below`, got above={above!r} and below={below!r}.")
+            raise ValueError(
+                f"The limit, either `above` or `below`, must be given, got above={above!r} and below={below!r}."
+            )
         (limit,) = (given for given in (above, below) if given is not None)
         check_number(limit, "limit")
         check_count(horizon, "horizon", least=1)
@@ -94,24 +97,29 @@ class TrendRule(Rule):
         steps_T, values_TP = series.steps_T, series.values_TP
         sense = 1 if self.is_above else -1
         beyond_P = sense * series.last_P >= sense * self.limit
-        worth_P = beyond_P | may_cross(steps_T, values_TP, self.limit, 2 * self.horizon)
-        worth = np.flatnonzero(worth_P)
-        # Those within the limit first, the nearest to it before the others.
-        order = np.lexsort((np.abs(series.last_P[worth] - self.limit), beyond_P[worth]))
-        nearest = worth[order]
+        worth = np.flatnonzero(beyond_P | may_cross(steps_T, values_TP, self.limit, 2 * self.horizon))
+        nearest = worth[self._order(steps_T, values_TP[:, worth])]
         found = forecasts(steps_T, values_TP[:, nearest[:_MOST_FORECASTS]], self.limit)
         known: Forecast | None
         looked_at = zip_longest(nearest.tolist(), series.last_P[nearest].tolist(), found)
         for place, value, known in looked_at:
             if known is not None and sense * known.slope > 0 and known.step - record.step <= self.horizon:
-                step = int(np.ceil(known.step))
+                crossing = int(np.ceil(known.step))
                 yield Sign(
                     series.places[place],
                     self.statistic,
                     value,
                     self.limit,
                     slope=known.slope,
-                    predicted_step=step,
+                    predicted_step=crossing,
                 )
             else:
                 yield Sign(series.places[place], self.statistic, value, self.limit, grade=0)
+
+    def _order(self, steps_T: Array, values_TP: Array) -> npt.NDArray[np.intp]:
+        """Series by when least squares crosses the limit; then by distance; those that are beyond it at last."""
+        distance_P = self.limit - values_TP[-1]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            wait_P = distance_P / least_squares_slopes(steps_T, values_TP)
+        is_beyond_P = distance_P <= 0 if self.is_above else distance_P >= 0
+        return np.lexsort((np.abs(distance_P), np.where(wait_P > 0, wait_P, np.inf), is_beyond_P))
