@@ -174,6 +174,14 @@ def test_a_transition_is_told_once() -> None:
     assert warning.limit == pytest.approx(0.9, abs=0.05)
 
 
+def test_transitions_of_many_heads_are_all_told() -> None:
+    """Also where there are more than are looked at in one snapshot."""
+    levels = np.where(np.arange(70) < 30, 0.9, 0.2) + np.random.default_rng(0).normal(0, 0.03, (64, 70))
+    heads = {"attention": 64}
+    run = [snapshot(10 * n, heads, positional_share=level) for n, level in enumerate(levels.T.tolist())]
+    assert sorted(warning.head or 0 for warning in warned(PositionalTransition(), run)) == list(range(64))
+
+
 def test_growth_is_told_before_its_limit() -> None:
     (warning,) = warned(LogitGrowth(limit=25.0, horizon=50), run("logit_std", [5 + 0.5 * n for n in range(40)])[:-1])[
         :1
@@ -239,35 +247,31 @@ def test_exactly_one_of_a_step_change_of_all_heads(statistic: str, value: float,
     assert (warning.heads, warning.of_heads) == (ALL, ALL)
 
 
-numbers = st.one_of(
-    st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 1e308, -1e308, 5e-324]), st.floats(-1e6, 1e6), st.floats(0, 1)
-)
-
-
-@st.composite
-def any_runs(draw: st.DrawFn) -> list[Snapshot]:
+def any_run(seed: int) -> list[Snapshot]:
     """Anything a model could do: sites and statistics come and go, and values are what they like."""
+    random = np.random.default_rng(seed)
+    odd = np.array([NAN, INF, -INF, 0.0, -0.0, 1e308, -1e308, 5e-324])
+    share_of_odd = random.choice([0.0, 0.1, 0.9])
     found = []
-    for n in range(draw(st.integers(1, 16))):
-        heads = draw(st.sampled_from([HEADS, HEADS, HEADS, {"blocks.1": 4}, {"blocks.0": 2, "new": 1}, {}]))
-        count = sum(heads.values())
-        statistics = draw(st.sampled_from([list(HEALTHY), list(HEALTHY), list(HEALTHY)[::2], []]))
-        rows = {name: draw(st.lists(numbers, min_size=count, max_size=count)) for name in statistics}
-        found.append(snapshot(10 * n, heads, **rows))
+    for n in range(random.integers(1, 20)):
+        heads = [HEADS, HEADS, HEADS, {"blocks.1": 4}, {"blocks.0": 2, "new": 1}, {}][random.integers(6)]
+        statistics = [list(HEALTHY), list(HEALTHY), list(HEALTHY)[::2], []][random.integers(4)]
+        rows = random.normal(size=(len(statistics), sum(heads.values()))) * 10.0 ** random.integers(-3, 7)
+        rows = np.where(random.random(rows.shape) < share_of_odd, random.choice(odd, rows.shape), rows)
+        found.append(snapshot(10 * n, heads, **dict(zip(statistics, rows.tolist(), strict=True))))
     return found
 
 
-@settings(max_examples=40, deadline=None)
-@given(any_runs())
-def test_whatever_comes_is_survived_in_silence(run: list[Snapshot]) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_comes_is_survived_in_silence(seed: int) -> None:
     """Also numpy's: nothing is divided by zero. What is found is the same when it is looked for again."""
+    run = any_run(seed)
     before = [one.values.clone() for one in run]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, again = warned(rules(), run), warned(rules(), run)
     assert repr(found) == repr(again)  # NaN is not equal to itself
     for one, values in zip(run, before, strict=True):
-        assert one.values.equal(values) or one.values.isnan().any()
         assert one.values.nan_to_num(7).equal(values.nan_to_num(7))
 
 
