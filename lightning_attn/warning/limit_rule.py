@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Literal, get_args
 
 import numpy as np
@@ -134,10 +134,16 @@ class LimitRule(Rule):
         beyond_LP = self._beyond(values_P)
         grades_P = beyond_LP[1:].sum(axis=0)
         beyond = np.flatnonzero(beyond_LP[0])
-        of_each = zip(beyond.tolist(), values_P[beyond].tolist(), grades_P[beyond].tolist(), strict=True)
-        limits = (self.limits[0], *self.limits)  # of each grade, 0 too
-        for place, value, grade in of_each:
-            yield Sign(series.places[place], self.statistic, value, limits[grade], grade)
+        places = [series.places[place] for place in beyond.tolist()]
+        limits_P = np.array([self.limits[0], *self.limits])[grades_P[beyond]]
+        return map(
+            Sign,
+            places,
+            repeat(self.statistic),
+            values_P[beyond].tolist(),
+            limits_P.tolist(),
+            grades_P[beyond].tolist(),
+        )
 
     def _of_many(self, series: Series, values_P: Array, share: float) -> Iterator[Sign]:
         for place, columns in series.groups(self.scope).items():

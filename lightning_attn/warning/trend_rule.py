@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import repeat
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_attn.warning.early_warning import Severity
-from lightning_attn.warning.forecast import MIN_POINTS, Forecast, forecasts, least_squares_slopes, may_cross
+from lightning_attn.warning.forecast import MIN_POINTS, forecasts, least_squares_slopes, may_cross
 from lightning_attn.warning.rule import Rule, Sign, check_count, check_number
 from lightning_attn.warning.series import Array, Record, Scope
 
@@ -99,22 +99,16 @@ class TrendRule(Rule):
         beyond_P = sense * series.last_P >= sense * self.limit
         worth = np.flatnonzero(beyond_P | may_cross(steps_T, values_TP, self.limit, 2 * self.horizon))
         nearest = worth[self._order(steps_T, values_TP[:, worth])]
+        places, values = [series.places[place] for place in nearest.tolist()], series.last_P[nearest].tolist()
         found = forecasts(steps_T, values_TP[:, nearest[:_MOST_FORECASTS]], self.limit)
-        known: Forecast | None
-        looked_at = zip_longest(nearest.tolist(), series.last_P[nearest].tolist(), found)
-        for place, value, known in looked_at:
+        for place, value, known in zip(places, values, found, strict=False):
             if known is not None and sense * known.slope > 0 and known.step - record.step <= self.horizon:
                 crossing = int(np.ceil(known.step))
-                yield Sign(
-                    series.places[place],
-                    self.statistic,
-                    value,
-                    self.limit,
-                    slope=known.slope,
-                    predicted_step=crossing,
-                )
+                yield Sign(place, self.statistic, value, self.limit, slope=known.slope, predicted_step=crossing)
             else:
-                yield Sign(series.places[place], self.statistic, value, self.limit, grade=0)
+                yield Sign(place, self.statistic, value, self.limit, grade=0)
+        others = slice(len(found), None)
+        yield from map(Sign, places[others], repeat(self.statistic), values[others], repeat(self.limit), repeat(0))
 
     def _order(self, steps_T: Array, values_TP: Array) -> npt.NDArray[np.intp]:
         """Series by when least squares crosses the limit; then by distance; those that are beyond it at last."""

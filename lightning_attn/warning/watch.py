@@ -147,19 +147,15 @@ class Watch:
         """What counts and was not warned of yet."""
         signs = {sign.place: sign for sign in rule.signs(record)} if record.step >= rule.warmup_steps else {}
         standings = self._standings.setdefault(rule.name, {})
-        for place, standing in list(standings.items()):
-            if place not in signs and any(record.has_value(statistic, place) for statistic in rule.statistics):
-                standing.add(_NO_SIGN, rule.patience)
-                standing.since = None
-                if standing.settled_grade == _NO_SIGN.grade:
-                    del standings[place]
         new: list[_Finding] = []
+        signed = 0
         for place, sign in signs.items():
             known = standings.get(place)
             if known is None:
                 if sign.grade < 1:  # there is nothing to keep from being warned of anew
                     continue
                 known = standings[place] = _Standing()
+            signed += 1
             if sign.grade == known.settled_grade:
                 continue
             known.add(_Look(sign.grade, sign.limit), rule.patience)
@@ -171,7 +167,20 @@ class Watch:
             if least.grade > known.warned_grade and len(known.looks) == rule.patience:
                 known.warned_grade = least.grade
                 new.append(_Finding(sign, least, known.since))
+        if len(standings) > signed:
+            self._miss(rule, record, signs)
         return new
+
+    def _miss(self, rule: Rule, record: Record, signs: Mapping[Place, Sign]) -> None:
+        """Take note of the places that show no sign any more, of those of which the snapshot tells."""
+        standings = self._standings[rule.name]
+        for place in [place for place in standings if place not in signs]:
+            if any(record.has_value(statistic, place) for statistic in rule.statistics):
+                standing = standings[place]
+                standing.add(_NO_SIGN, rule.patience)
+                standing.since = None
+                if standing.settled_grade == _NO_SIGN.grade:
+                    del standings[place]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to repeat nothing and lose nothing, in plain values and tensors."""
