@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ _MIN_AGREEMENT = 0.8
 _ROUNDING = 1e-9
 
 _Booleans = npt.NDArray[np.bool_]
+_Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def _may_reach(steps_T: Array, values_TP: Array, present_TP: _Booleans, limit: f
     ages_T = steps_T - steps_T[-1]
     residuals_TP = np.where(present_TP, values_TP - now_P - slope_P * ages_T[:, None], 0.0)
     range_P = residuals_TP.max(axis=0) - residuals_TP.min(axis=0)
-    earlier_K, later_K = np.triu_indices(len(ages_T), k=1)
+    earlier_K, later_K = _pairs(len(ages_T))
     inverse_K = 1 / (ages_T[later_K] - ages_T[earlier_K])
     inverse_P = np.where(present_TP.all(axis=0), np.median(inverse_K), inverse_K.max())
     ahead_P = now_P + slope_P * horizon
@@ -264,8 +266,15 @@ def _least_squares(steps_T: Array, values_TP: Array, present_TP: _Booleans) -> t
     return slope_P, mean_P - slope_P * mean_age_P
 
 
+@lru_cache(maxsize=64)
+def _pairs(points: int) -> tuple[_Indices, _Indices]:
+    """Of each pair of points, the earlier and the later one."""
+    earlier_K, later_K = np.triu_indices(points, k=1)
+    return earlier_K, later_K
+
+
 def _pair_slopes(steps_T: Array, values_TP: Array) -> Array:
-    earlier_K, later_K = np.triu_indices(len(steps_T), k=1)
+    earlier_K, later_K = _pairs(len(steps_T))
     slopes_KP: Array = (values_TP[later_K] - values_TP[earlier_K]) / (steps_T[later_K] - steps_T[earlier_K])[:, None]
     return slopes_KP
 
