@@ -61,6 +61,7 @@ def trends(draw: st.DrawFn) -> tuple[Array, Array]:
 # Growth whose crossing is known
 
 
+@settings(deadline=None)
 @given(
     growing_steps(),
     st.floats(-1e3, 1e3),
@@ -80,6 +81,7 @@ def test_exact_lines(steps_T: Array, start: float, change: float, sense: int, wi
     assert found.slope == pytest.approx(slope, rel=0.1)
 
 
+@settings(deadline=None)
 @given(growing_steps(), st.floats(1e-3, 1e4), st.floats(0.01, 5), st.sampled_from([-1, 1]), st.floats(0.1, 5))
 def test_exact_exponentials(steps_T: Array, start: float, growth: float, sense: int, windows: float) -> None:
     """Growth by a factor e to the power of so much in the window."""
@@ -199,6 +201,7 @@ def test_gaps_are_left_out() -> None:
     assert found.step == pytest.approx(200)
 
 
+@settings(deadline=None)
 @given(st.lists(any_series(), min_size=1, max_size=6), st.floats(-50, 50))
 def test_several_at_once_are_the_same_as_one_by_one(series: list[tuple[Array, Array]], limit: float) -> None:
     points = min(len(values_T) for _, values_T in series)
@@ -208,6 +211,7 @@ def test_several_at_once_are_the_same_as_one_by_one(series: list[tuple[Array, Ar
     assert forecasts(steps_T, values_TP, limit) == [forecast(steps_T, values_T, limit) for values_T in values_TP.T]
 
 
+@settings(deadline=None)
 @given(any_series(), st.floats(-50, 50))
 def test_whatever_comes_is_survived_in_silence(series: tuple[Array, Array], limit: float) -> None:
     steps_T, values_T = series
@@ -223,7 +227,7 @@ def test_whatever_comes_is_survived_in_silence(series: tuple[Array, Array], limi
 # The screen
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(st.one_of(any_series(), trends()), st.floats(-50, 50), st.floats(0, 20))
 def test_the_screen_misses_nothing(series: tuple[Array, Array], limit: float, windows: float) -> None:
     steps_T, values_T = series
@@ -262,6 +266,7 @@ def test_the_screen_spares_what_goes_nowhere(values_T: Array, worth: bool) -> No
 # Slopes
 
 
+@settings(deadline=None)
 @given(growing_steps(least=2), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_least_squares_slopes(steps_T: Array, places: int, random: object) -> None:
     values_TP = np.random.default_rng(random.randrange(2**32)).normal(5, 3, (len(steps_T), places))  # type: ignore[attr-defined]
@@ -284,6 +289,7 @@ def test_least_squares_slopes_with_gaps() -> None:
     assert np.isnan(slopes_P[2:]).all()
 
 
+@settings(deadline=None)
 @given(growing_steps(least=2), st.integers(0, 2**32 - 1))
 def test_the_robust_slope_is_that_of_theil_and_sen(steps_T: Array, seed: int) -> None:
     values_T = np.random.default_rng(seed).normal(size=len(steps_T))

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshot_series import course, record, snapshot
 
@@ -78,6 +78,7 @@ def test_a_share_of_heads(share: float, values: list[float], beyond: int | None)
     assert [sign.heads for sign in signs] == ([] if beyond is None else [beyond])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.data())
 def test_a_share_is_reached_by_so_many_heads(of_heads: int, data: st.DataObject) -> None:
     """However the product of a share and a number is rounded: 0.1 · 30 is more than 3 in floats."""

@@ -193,7 +193,7 @@ def test_growth_is_told_before_its_limit() -> None:
 # All of them together
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     st.fixed_dictionaries(
         {
@@ -219,7 +219,7 @@ def test_nothing_of_what_is_healthy_and_constant(levels: dict[str, float], point
     st.integers(0, 15),
     st.integers(10, 30),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_exactly_one_of_a_step_change_of_one_head(statistic: str, head: int, before: int, after: int) -> None:
     head -= head % 4 if statistic == "rank_residual" else 0  # a site has one value, at its first head
     values = [HEALTHY[statistic]] * ALL

@@ -253,7 +253,7 @@ def runs(draw: st.DrawFn) -> list[Snapshot]:
     return found
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(runs(), st.data())
 def test_a_checkpoint_is_no_interruption(run: list[Snapshot], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(run)))
