@@ -69,7 +69,10 @@ def draw(scores: Sequence[Scored], path: Path) -> None:
     panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
     figure.subplots_adjust(left=0.085, right=0.985, bottom=0.13, top=0.8, wspace=0.06)
     figure.text(0.012, 0.93, _headline(scores), fontsize=16, fontweight="bold")
-    explanation = f"Each dot is a run. Ruined: its loss ends {MARGIN} nats above that of healthy settings; on the border: {BORDER}."
+    explanation = (
+        f"Each dot is a run. A ruined run ends at least {MARGIN} nats above those of healthy settings, one on the border "
+        f"at least {BORDER}."
+    )
     figure.text(0.012, 0.875, explanation, fontsize=11.5, color="0.35")
     for panel, family in zip(panels, families, strict=True):
         _draw_family(panel, family, [scored for scored in scores if scored.run.family == family])

@@ -48,6 +48,9 @@ class Announcer:
         for rule, held in list(self._held.items()):
             severity = max(SEVERITIES.index(warning.severity) for warning in held)
             last_step, last_severity = self._told.get(rule, (step - self._quiet_steps, -1))
+            if last_step > step:  # the run went back
+                last_step = step
+                self._told[rule] = (last_step, last_severity)
             if step - last_step >= self._quiet_steps or severity > last_severity:
                 is_first = severity > last_severity
                 said.append((SEVERITIES[severity], message(held, is_first)))

@@ -1,21 +1,21 @@
 """Rules that say where a statistic is beyond a limit.
 
-Shape suffixes: P places, G places of one group.
+Shape suffixes: P places, G places of one group, L levels that a value is held against.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Literal, get_args
 
 import numpy as np
 
-from lightning_attn.statistics.registry import resolve
 from lightning_attn.warning.early_warning import Severity
 from lightning_attn.warning.forecast import least_squares_slopes
-from lightning_attn.warning.rule import Rule, Sign
-from lightning_attn.warning.series import Array, Place, Record, Scope, Series
+from lightning_attn.warning.rule import Rule, Sign, check_number
+from lightning_attn.warning.series import Array, Record, Scope, Series
 
 #: What is held against the limit: the statistic, or its change per 100 steps.
 Quantity = Literal["value", "rate"]
@@ -37,7 +37,8 @@ class LimitRule(Rule):
         scope: ``"head"`` for each head by itself, ``"site"`` or ``"model"`` for the heads of each site or of all sites
             together.
         share_of_heads: heads together are beyond the limit if so large a share of them is; ``None`` if their mean is.
-        hysteresis: how far within the limit the value must come back to be warned of anew, as a share of the limit.
+        hysteresis: how far within the (first) limit the value must come back to be warned of anew, as a share of the
+            limit; of a limit of 0 there is no share, so that coming back is enough.
         severity: how bad it is; one for each limit where there are several.
         warmup_steps: nothing is said before that step.
         patience: so many snapshots in a row must be beyond the limit.
@@ -76,9 +77,10 @@ class LimitRule(Rule):
         meaning: str = "",
         remedy: str = "",
     ) -> None:
-        (registered,) = resolve(statistic)
         if (above is None) == (below is None):
-            raise ValueError(f"Give either `above` or `below`, got above={above!r} and below={below!r}.")
+            raise ValueError(
+                f"The limit, either `above` or `below`, must be given, got above={above!r} and below={below!r}."
+            )
         limits = _limits(above, "above", 1) if below is None else _limits(below, "below", -1)
         if quantity not in get_args(Quantity):
             raise ValueError(f"`quantity` must be 'value' or 'rate', got {quantity!r}.")
@@ -88,11 +90,10 @@ class LimitRule(Rule):
             check_share(share_of_heads, "share_of_heads")
             if scope == "head":
                 raise ValueError("`share_of_heads` needs `scope` to be 'site' or 'model', got 'head'.")
-        if not isinstance(hysteresis, (int, float)) or not 0 <= hysteresis < 1:
-            raise ValueError(f"`hysteresis` must be from 0 to less than 1, got {hysteresis!r}.")
+        check_number(hysteresis, "hysteresis", least=0, most=1)
         super().__init__(
             name,
-            [registered.name],
+            [statistic],
             severity,
             warmup_steps,
             patience,
@@ -101,7 +102,7 @@ class LimitRule(Rule):
         if len(self.severities) not in (1, len(limits)):
             raise ValueError(f"`severity` must be one, or one for each of {len(limits)} limits, got {severity!r}.")
         self._keep(
-            statistic=registered.name,
+            statistic=statistic,
             limits=limits,
             is_above=below is None,
             quantity=quantity,
@@ -116,7 +117,7 @@ class LimitRule(Rule):
         """Every place that is beyond the limit, and by a grade that says beyond how many of them."""
         if not record.has(self.statistic):
             return ()
-        series = record.series(self.statistic)
+        series = record.series(self.statistic).last(self.snapshots)
         if self.share_of_heads is None:
             series = series.averaged(self.scope)
         if self.quantity == "rate":
@@ -132,27 +133,28 @@ class LimitRule(Rule):
     def _of_each(self, series: Series, values_P: Array) -> Iterator[Sign]:
         beyond_LP = self._beyond(values_P)
         grades_P = beyond_LP[1:].sum(axis=0)
-        for place in np.flatnonzero(beyond_LP[0]).tolist():
-            grade = int(grades_P[place])
-            yield Sign(
-                series.places[place],
-                self.statistic,
-                float(values_P[place]),
-                self.limits[max(grade - 1, 0)],
-                grade,
-            )
+        beyond = np.flatnonzero(beyond_LP[0])
+        places = [series.places[place] for place in beyond.tolist()]
+        limits_P = np.array([self.limits[0], *self.limits])[grades_P[beyond]]
+        return map(
+            Sign,
+            places,
+            repeat(self.statistic),
+            values_P[beyond].tolist(),
+            limits_P.tolist(),
+            grades_P[beyond].tolist(),
+        )
 
     def _of_many(self, series: Series, values_P: Array, share: float) -> Iterator[Sign]:
-        for place, members_G in _groups(series.places, self.scope).items():
-            values_G = values_P[members_G]
-            present = int(np.isfinite(values_G).sum())
-            if not present:
-                continue
+        for place, columns in series.groups(self.scope).items():
+            values_G = values_P[columns]
+            present = int((~np.isnan(values_G)).sum())
+            # The product of a share and a number is not always the integer it should be.
+            needed = max(math.ceil(share * present - 1e-9), 1)
             counts_L = self._beyond(values_G).sum(axis=1)
-            reached_L = counts_L >= share * present
-            if not reached_L[0]:
+            if counts_L[0] < needed:
                 continue
-            grade = int(reached_L[1:].sum())
+            grade = int((counts_L[1:] >= needed).sum())
             worst = int(np.nanargmax(values_G if self.is_above else -values_G))
             yield Sign(
                 place,
@@ -160,7 +162,7 @@ class LimitRule(Rule):
                 float(values_G[worst]),
                 self.limits[max(grade - 1, 0)],
                 grade,
-                worst=series.places[members_G[worst]],
+                worst=series.places[columns[worst]],
                 heads=int(counts_L[max(grade, 1)]),
                 of_heads=present,
             )
@@ -190,12 +192,5 @@ def _limits(given: float | list[float] | None, name: str, sense: int) -> tuple[f
     ordered = all(sense * a < sense * b for a, b in pairwise(numbers))
     if not limits or len(numbers) != len(limits) or not np.isfinite(numbers).all() or not ordered:
         order = "increasing" if sense > 0 else "decreasing"
-        raise ValueError(f"`{name}` must be a number, or a list of {order} numbers, got {given!r}.")
+        raise ValueError(f"The limit, `{name}`, must be a finite number or a list of {order} ones, got {given!r}.")
     return tuple(map(float, numbers))
-
-
-def _groups(places: Iterable[Place], scope: Scope) -> dict[Place, list[int]]:
-    groups: dict[Place, list[int]] = {}
-    for column, place in enumerate(places):
-        groups.setdefault(Place(place.site if scope == "site" else None, None), []).append(column)
-    return groups

@@ -64,7 +64,10 @@ def message(warnings: Sequence[EarlyWarning], is_first: bool = True) -> str:
     found = f"Step {first.step}, {first.severity}, {first.rule}: {_found(first)}{_others(warnings)}."
     forecast = ""
     if first.predicted_step is not None and first.limit is not None:
-        forecast = f"Going on like this it passes {first.limit:.3g} at about step {first.predicted_step}. "
+        if first.predicted_step > first.step:
+            forecast = f"Going on like this it passes {first.limit:.3g} at about step {first.predicted_step}. "
+        else:
+            forecast = f"It has just passed {first.limit:.3g}. "
     if not is_first:
         return f"{found} {forecast}".strip()
     lines = [found, f"{forecast}{first.meaning}".strip()]
@@ -105,9 +108,12 @@ def summary(warnings: Sequence[EarlyWarning]) -> str:
 
 def _found(warning: EarlyWarning) -> str:
     if warning.heads is not None:
-        beyond = "above" if warning.limit is not None and warning.value > warning.limit else "below"
+        many = f"{warning.heads} of {warning.of_heads} heads"
+        if warning.limit is None:
+            return f"{many}; {_place(warning)} is the worst: {warning.statistic} {warning.value:.3g}{_pace(warning)}"
+        beyond = "above" if warning.value > warning.limit else "below"
         return (
-            f"{warning.heads} of {warning.of_heads} heads have {warning.statistic} {beyond} {warning.limit:.3g}; "
+            f"{many} have {warning.statistic} {beyond} {warning.limit:.3g}; "
             f"{_place(warning)} is farthest with {warning.value:.3g}{_pace(warning)}"
         )
     limit = ""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from lightning_attn.statistics.registry import resolve
 from lightning_attn.warning.early_warning import SEVERITIES, Severity
 from lightning_attn.warning.series import Place, Record
 
 
-@dataclass(frozen=True)
-class Sign:
+class Sign(NamedTuple):
     """That a rule's fault is there, at one place, in the last snapshot.
 
     Args:
@@ -66,7 +66,7 @@ class Rule(ABC):
         ...             if value > self.limit:
         ...                 yield Sign(place, "self_weight", value, self.limit)
         >>> DeafHead(limit=0.9)
-        DeafHead(limit=0.9)
+        DeafHead(name='deaf_head', severities=('info',), warmup_steps=0, patience=3, snapshots=1, limit=0.9)
 
     Args:
         name: what it is called: by users, in tags and in files.
@@ -101,15 +101,19 @@ class Rule(ABC):
         patience: int = 1,
         snapshots: int = 1,
     ) -> None:
-        severities = (severity,) if isinstance(severity, str) else tuple(severity)
-        if not severities or not set(severities) <= set(SEVERITIES):
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"`name` must be a name, in which to speak of the rule, got {name!r}.")
+        names = (statistics,) if isinstance(statistics, str) else tuple(statistics)
+        resolve(names)
+        severities = tuple(severity) if isinstance(severity, (list, tuple)) else (severity,)
+        if not severities or not all(one in SEVERITIES for one in severities):
             raise ValueError(f"`severity` must be one of {list(SEVERITIES)}, or one for each limit, got {severity!r}.")
         check_count(warmup_steps, "warmup_steps", least=0)
         check_count(patience, "patience", least=1)
         check_count(snapshots, "snapshots", least=1)
         self._keep(
             name=name,
-            statistics=tuple(statistics),
+            statistics=names,
             severities=severities,
             warmup_steps=warmup_steps,
             patience=patience,
@@ -145,9 +149,10 @@ class Rule(ABC):
         return hash((type(self), tuple(sorted((name, repr(value)) for name, value in vars(self).items()))))
 
     def __repr__(self) -> str:
-        base = {"name", "statistics", "severities", "warmup_steps", "patience", "snapshots"}
-        own = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in base)
-        return f"{type(self).__name__}({own})"
+        # The words say nothing about what it does, nor do the statistics that its arguments name.
+        left_out = {"statistics", "meaning", "remedy"}
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in left_out)
+        return f"{type(self).__name__}({settings})"
 
 
 def check_count(value: object, name: str, least: int) -> None:
@@ -158,3 +163,15 @@ def check_count(value: object, name: str, least: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+
+
+def check_number(value: object, name: str, least: float = -math.inf, most: float = math.inf) -> None:
+    """Refuse what is no number, or none of those that are allowed.
+
+    Raises:
+        ValueError: if it is not a finite number, or out of range.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not least <= value <= most:  # type: ignore[operator]
+        allowed = f" from {least:g} to {most:g}" if math.isfinite(least) else ""
+        raise ValueError(f"`{name}` must be a finite number{allowed}, got {value!r}.")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
+from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_attn.statistics.registry import resolve
 from lightning_attn.warning.early_warning import Severity
-from lightning_attn.warning.forecast import MIN_POINTS, forecast, may_cross
-from lightning_attn.warning.rule import Rule, Sign, check_count
-from lightning_attn.warning.series import Record, Scope
+from lightning_attn.warning.forecast import MIN_POINTS, forecasts, least_squares_slopes, may_cross
+from lightning_attn.warning.rule import Rule, Sign, check_count, check_number
+from lightning_attn.warning.series import Array, Record, Scope
 
-#: Of the series that least squares finds, so many are looked at closely, which bounds what thousands of heads cost.
-_MOST_FORECASTS = 16
+#: Of the series that may cross so many are looked at closely, which bounds what thousands of heads cost.
+_MOST_FORECASTS = 32
 
 
 class TrendRule(Rule):
@@ -22,7 +24,10 @@ class TrendRule(Rule):
     Args:
         name: what the rule is called.
         statistic: name of the statistic.
-        limit: what will be crossed, from below or from above.
+        above: the limit that is going to be crossed from below.
+        below: the limit that is going to be crossed from above. Either ``above`` or ``below`` is given.
+        beyond: only what has come so far is looked at: most of what grows from next to nothing levels off. ``None`` for
+            all.
         horizon: within so many steps.
         window: the newest snapshots that the trend is taken of.
         scope: each head by itself, or the mean of each site or of the model.
@@ -34,10 +39,16 @@ class TrendRule(Rule):
 
     Raises:
         ValueError: if an argument is not allowed, or the statistic is unknown.
+
+    Example:
+        >>> TrendRule("narrowing", "entropy_without_sink", below=0.05, horizon=200, scope="site").limit
+        0.05
     """
 
     statistic: str
     limit: float
+    is_above: bool
+    beyond: float | None
     horizon: int
     scope: Scope
 
@@ -45,7 +56,9 @@ class TrendRule(Rule):
         self,
         name: str,
         statistic: str,
-        limit: float,
+        above: float | None = None,
+        below: float | None = None,
+        beyond: float | None = None,
         horizon: int = 100,
         window: int = 10,
         scope: Scope = "head",
@@ -55,13 +68,24 @@ class TrendRule(Rule):
         meaning: str = "",
         remedy: str = "",
     ) -> None:
-        (registered,) = resolve(statistic)
+        if (above is None) == (below is None):
+            raise ValueError(
+                f"The limit, either `above` or `below`, must be given, got above={above!r} and below={below!r}."
+            )
+        (limit,) = (given for given in (above, below) if given is not None)
+        check_number(limit, "limit")
+        if beyond is not None:
+            check_number(beyond, "beyond")
         check_count(horizon, "horizon", least=1)
         check_count(window, "window", least=MIN_POINTS)
-        super().__init__(name, [registered.name], severity, warmup_steps, patience, snapshots=window)
+        if scope not in get_args(Scope):
+            raise ValueError(f"`scope` must be 'head', 'site' or 'model', got {scope!r}.")
+        super().__init__(name, [statistic], severity, warmup_steps, patience, snapshots=window)
         self._keep(
-            statistic=registered.name,
+            statistic=statistic,
             limit=float(limit),
+            is_above=below is None,
+            beyond=None if beyond is None else float(beyond),
             horizon=horizon,
             scope=scope,
             meaning=meaning or type(self).meaning,
@@ -69,27 +93,35 @@ class TrendRule(Rule):
         )
 
     def signs(self, record: Record) -> Iterator[Sign]:
-        """Every place whose trend crosses the limit within the horizon."""
+        """Every place whose trend crosses the limit within the horizon.
+
+        What was warned of is not warned of anew while it is beyond the limit, or may still cross it: noise hides a
+        trend now and then.
+        """
         if not record.has(self.statistic):
             return
         series = record.series(self.statistic).last(self.snapshots).averaged(self.scope)
         steps_T, values_TP = series.steps_T, series.values_TP
-        if len(steps_T) < MIN_POINTS:
-            return
-        candidates = np.flatnonzero(may_cross(steps_T, values_TP, self.limit, 2 * self.horizon))
-        distance_P = np.abs(values_TP[-1] - self.limit)
-        nearest = candidates[np.argsort(distance_P[candidates], kind="stable")]
-        for rank, place in enumerate(nearest.tolist()):
-            value = float(values_TP[-1, place])
-            found = forecast(steps_T, values_TP[:, place], self.limit) if rank < _MOST_FORECASTS else None
-            if found is not None and found.step - record.step <= self.horizon:
-                yield Sign(
-                    series.places[place],
-                    self.statistic,
-                    value,
-                    self.limit,
-                    slope=found.slope,
-                    predicted_step=int(np.ceil(found.step)),
-                )
-            else:  # not sure any more, or one of too many
-                yield Sign(series.places[place], self.statistic, value, self.limit, grade=0)
+        sense = 1 if self.is_above else -1
+        beyond_P = sense * series.last_P >= sense * self.limit
+        worth = np.flatnonzero(beyond_P | may_cross(steps_T, values_TP, self.limit, 2 * self.horizon))
+        nearest = worth[self._order(steps_T, values_TP[:, worth])]
+        places, values = [series.places[place] for place in nearest.tolist()], series.last_P[nearest].tolist()
+        found = forecasts(steps_T, values_TP[:, nearest[:_MOST_FORECASTS]], self.limit)
+        for place, value, known in zip(places, values, found, strict=False):
+            is_far = self.beyond is None or sense * value > sense * self.beyond
+            if is_far and known and sense * known.slope > 0 and known.step - record.step <= self.horizon:
+                crossing = int(np.ceil(known.step))
+                yield Sign(place, self.statistic, value, self.limit, slope=known.slope, predicted_step=crossing)
+            else:
+                yield Sign(place, self.statistic, value, self.limit, grade=0)
+        others = slice(len(found), None)
+        yield from map(Sign, places[others], repeat(self.statistic), values[others], repeat(self.limit), repeat(0))
+
+    def _order(self, steps_T: Array, values_TP: Array) -> npt.NDArray[np.intp]:
+        """Series by when least squares crosses the limit; then by distance; those that are beyond it at last."""
+        distance_P = self.limit - values_TP[-1]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            wait_P = distance_P / least_squares_slopes(steps_T, values_TP)
+        is_beyond_P = distance_P <= 0 if self.is_above else distance_P >= 0
+        return np.lexsort((np.abs(distance_P), np.where(wait_P > 0, wait_P, np.inf), is_beyond_P))

@@ -23,7 +23,7 @@ FILE = "attention_warnings.jsonl"
 RULES: list[Rule] = [
     SignsAt([2, 4, 6, 10, 12, 14], name="lasting", patience=3),
     SignsAt([4, 12], name="twice", severity="critical", heads=3),
-    TrendRule("growing", "logit_std", limit=2.0, horizon=20, window=6),
+    TrendRule("growing", "logit_std", above=2.0, horizon=20, window=6),
     LimitRule("spread", "logit_std", above=[0.6, 1.2], severity=["info", "warning"], patience=2),
     LimitRule("pace", "entropy", below=-0.1, quantity="rate", patience=2),
 ]

@@ -28,7 +28,7 @@ RULES: list[dict[str, Any]] = [
     },
     {
         "class_path": f"{PACKAGE}LogitGrowth",
-        "init_args": {"limit": 30.0, "horizon": 20, "window": 6, "patience": 3, "warmup_steps": 1},
+        "init_args": {"limit": 30.0, "beyond": 12.0, "horizon": 20, "window": 6, "patience": 3, "warmup_steps": 1},
     },
 ]
 

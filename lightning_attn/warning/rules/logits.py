@@ -15,8 +15,8 @@ _TAME = (
 class LogitSpread(LimitRule):
     """Logits of a head are so far apart that its softmax is all but hard.
 
-    It holds `logit_std`, the inverse temperature at which the head works, against limits that healthy runs do not
-    reach.
+    It holds `logit_std`, the inverse temperature at which the head works, against limits that healthy runs hardly ever
+    reach. How the first was chosen is in docs/early-warning.md.
 
     Args:
         limits: of `logit_std`, increasing; one severity for each.
@@ -33,7 +33,7 @@ class LogitSpread(LimitRule):
 
     def __init__(
         self,
-        limits: list[float] = [25.0, 100.0],  # noqa: B006  never changed: it is kept as a tuple
+        limits: list[float] = [20.0, 100.0],  # noqa: B006  never changed: it is kept as a tuple
         severity: list[Severity] = ["warning", "critical"],  # noqa: B006
         patience: int = 2,
         warmup_steps: int = 0,
@@ -48,6 +48,7 @@ class LogitGrowth(TrendRule):
 
     Args:
         limit: of `logit_std`.
+        beyond: only heads that have come so far are looked at: all grow fast at first, from next to nothing.
         horizon: within so many steps.
         window: the newest snapshots that the trend is taken of.
         patience: so many snapshots in a row must predict it.
@@ -62,7 +63,8 @@ class LogitGrowth(TrendRule):
 
     def __init__(
         self,
-        limit: float = 25.0,
+        limit: float = 20.0,
+        beyond: float | None = 10.0,
         horizon: int = 50,
         window: int = 8,
         patience: int = 2,
@@ -71,7 +73,8 @@ class LogitGrowth(TrendRule):
         super().__init__(
             "logit_growth",
             "logit_std",
-            limit,
+            above=limit,
+            beyond=beyond,
             horizon=horizon,
             window=window,
             patience=patience,

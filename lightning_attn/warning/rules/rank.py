@@ -26,7 +26,7 @@ class RankCollapse(LimitRule):
         "before attention rather than behind it, or scale residual branches down at the beginning"
     )
 
-    def __init__(self, limit: float = 0.02, patience: int = 2, warmup_steps: int = 0) -> None:
+    def __init__(self, limit: float = 0.01, patience: int = 2, warmup_steps: int = 0) -> None:
         super().__init__(
             "rank_collapse",
             "rank_residual",

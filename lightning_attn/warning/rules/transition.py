@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_attn.transition import MIN_SIDE, find_transition
-from lightning_attn.warning.forecast import least_squares_slopes
-from lightning_attn.warning.rule import Rule, Sign
-from lightning_attn.warning.series import Record
+from lightning_attn.transition import MIN_SIDE, Transition, find_transition
+from lightning_attn.warning.rule import Rule, Sign, check_count, check_number
+from lightning_attn.warning.series import Array, Record
 
-#: Of the heads whose share changed most, so many are looked at closely in one snapshot.
+#: So many heads are looked at closely in one snapshot; where more have changed, they take turns.
 _MOST_SEARCHES = 4
 
 
@@ -33,6 +33,13 @@ class PositionalTransition(Rule):
     min_certainty: float
 
     def __init__(self, min_change: float = 0.3, min_certainty: float = 0.99, window: int = 40) -> None:
+        check_number(min_change, "min_change", least=0, most=1)
+        check_number(min_certainty, "min_certainty", least=0, most=1)
+        if min_change == 0 or min_certainty == 1:
+            raise ValueError(
+                f"`min_change` must be above 0 and `min_certainty` below 1, got {min_change!r} and {min_certainty!r}."
+            )
+        check_count(window, "window", least=2 * MIN_SIDE)
         super().__init__("positional_transition", ["positional_share"], severity="info", snapshots=window)
         self._keep(min_change=min_change, min_certainty=min_certainty)
 
@@ -43,19 +50,43 @@ class PositionalTransition(Rule):
         series = record.series("positional_share").last(self.snapshots)
         if len(series.steps_T) < 2 * MIN_SIDE:
             return
-        change_P = np.abs(least_squares_slopes(series.steps_T, series.values_TP)) * np.ptp(series.steps_T)
-        changed = np.flatnonzero(change_P > self.min_change)
-        most = changed[np.argsort(-change_P[changed], kind="stable")]
-        for rank, place in enumerate(most.tolist()):
+        steps_T = series.steps_T
+        changed = self._changed(series.values_TP)
+        turns = math.ceil(len(changed) / _MOST_SEARCHES)
+        turn = round(steps_T[-1] / (steps_T[-1] - steps_T[-2]))
+        for number, place in enumerate(changed):
             values_T = series.values_TP[:, place]
-            last = float(values_T[-1])
-            if last != last:
-                continue
-            found = rank < _MOST_SEARCHES and find_transition(
-                series.steps_T.astype(int).tolist(),
+            found = self._transition(steps_T, values_T) if (number - turn) % turns == 0 else None
+            yield Sign(
+                series.places[place],
+                "positional_share",
+                float(values_T[-1]),
+                found.before if found else None,
+                grade=1 if found else 0,
+            )
+
+    def _changed(self, values_TP: Array) -> list[int]:
+        """Where the two ends of the series differ by half of what is asked for."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            before_P, rest_P = _mean(values_TP[:MIN_SIDE]), _mean(values_TP[MIN_SIDE:-MIN_SIDE])
+            before_P = np.where(np.isnan(before_P), rest_P, before_P)  # of sites that came later
+            change_P = np.abs(_mean(values_TP[-MIN_SIDE:]) - before_P)
+        changed: list[int] = np.flatnonzero((change_P > self.min_change / 2) & np.isfinite(values_TP[-1])).tolist()
+        return changed
+
+    def _transition(self, steps_T: Array, values_T: Array) -> Transition | None:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return find_transition(
+                steps_T.astype(int).tolist(),
                 values_T.tolist(),
                 min_change=self.min_change,
                 min_certainty=self.min_certainty,
             )
-            grade = 1 if found else 0
-            yield Sign(series.places[place], "positional_share", last, found.before if found else None, grade=grade)
+
+
+def _mean(values_TP: Array) -> Array:
+    """The mean over the snapshots that have a value; NaN where none has one."""
+    present_TP = np.isfinite(values_TP)
+    count_P = present_TP.sum(axis=0)
+    mean_P: Array = np.where(present_TP, values_TP, 0.0).sum(axis=0) / np.where(count_P > 0, count_P, np.nan)
+    return mean_P
