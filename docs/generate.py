@@ -1,8 +1,8 @@
-"""Writes what is told of statistics outside the code: `python docs/generate.py`.
+"""Writes what is told of statistics and rules outside the code: `python docs/generate.py`.
 
 Of the registry are made: the page docs/statistics.md, the table in the README, and the stubs of
 `lightning_attn.functional` and `lightning_attn.metrics`, from which editors and type checkers know the functions and
-metrics that are made when they are asked for.
+metrics that are made when they are asked for. Of the built-in rules is made their part of docs/early-warning.md.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from lightning_attn.statistics.description import (
     range_and_unit,
     table,
 )
+from lightning_attn.warning import Rule, built_in_rules
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+EARLY_WARNING = ROOT / "docs" / "early-warning.md"
 HEADER = "| name | range | uniform attention | how to read it |\n"
 
 #: Statistics of the package; those that somebody else has registered are not its to describe.
@@ -47,6 +49,7 @@ def pages() -> dict[Path, str]:
     """What each file must hold."""
     package = ROOT / "lightning_attn"
     return {
+        EARLY_WARNING: early_warning_page(EARLY_WARNING.read_text()),
         ROOT / "docs" / "statistics.md": statistics_page(),
         README: readme(README.read_text()),
         package / "functional" / "__init__.pyi": functional_stub(),
@@ -83,6 +86,30 @@ def statistics_page() -> str:
 
 
 OTHER_FUNCTIONS = "What is no number per head, or of no head: their docstrings have shapes, sources and examples."
+
+
+def early_warning_page(text: str) -> str:
+    """The page of early warnings with what the built-in rules say of themselves."""
+    before, rest = text.split("<!-- rules -->")
+    _, after = rest.split("<!-- end of rules -->")
+    sections = "\n\n".join(map(rule_section, built_in_rules()))
+    return f"{before}<!-- rules -->\n\n{sections}\n\n<!-- end of rules -->{after}"
+
+
+def rule_section(rule: Rule) -> str:
+    """One rule: what it is, how it is set, what follows and what to try."""
+    definition, _, _ = inspect.cleandoc(type(rule).__doc__ or "").partition("\n\nArgs:")
+    settings = {name: one.default for name, one in inspect.signature(type(rule)).parameters.items()}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    facts = [*(f"`{name}`" for name in rule.statistics), ", ".join(dict.fromkeys(rule.severities))]
+    return "\n\n".join(
+        [
+            f"### `{rule.name}`",
+            " · ".join([*facts, f"`{type(rule).__name__}({arguments})`"]),
+            markdown(definition),
+            f"**What follows:** {rule.meaning} **What to try:** {rule.remedy}.",
+        ]
+    )
 
 
 def _in_a_cell(line: str) -> str:

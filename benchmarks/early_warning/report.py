@@ -70,8 +70,8 @@ def draw(scores: Sequence[Scored], path: Path) -> None:
     figure.subplots_adjust(left=0.085, right=0.985, bottom=0.13, top=0.8, wspace=0.06)
     figure.text(0.012, 0.93, _headline(scores), fontsize=16, fontweight="bold")
     explanation = (
-        f"Each dot is a run. A ruined run ends at least {MARGIN} nats above those of healthy settings, one on the border "
-        f"at least {BORDER}."
+        f"Each dot is a run. A ruined one ends at least {MARGIN} nats above those of healthy settings, "
+        f"one on the border at least {BORDER}."
     )
     figure.text(0.012, 0.875, explanation, fontsize=11.5, color="0.35")
     for panel, family in zip(panels, families, strict=True):

@@ -35,7 +35,7 @@ class Forecast:
     """What a series will do if it goes on like this.
 
     Args:
-        slope: its change per step, now.
+        slope: its change per step, now: that of the newer half, 0 where that goes the other way.
         step: the step at which it crosses the limit; the last step where it has already, infinite where it never will.
         is_exponential: whether it changes by a factor in equal times, rather than by a difference.
     """
@@ -202,7 +202,8 @@ def _forecasts_without_gaps(steps_T: Array, values_TP: Array, limit: float) -> S
         crossing_P = np.maximum(whole.crossing(limit_P, is_below_P), newer_half.crossing(limit_P, is_below_P))
         has_crossed_P = np.where(rises_P, values_TP[0] < limit, values_TP[0] >= limit) & (is_below_P != rises_P)
         wait_P = np.where(has_crossed_P, 0.0, np.where(np.isnan(crossing_P), np.inf, crossing_P))
-        slope_P = np.where(is_exponential_P, exponential.slope_P * np.exp(exponential.now_P), straight.slope_P)
+        newest_P = np.where(is_exponential_P, np.exp(newer_half.now_P), 1.0)
+        slope_P = np.where(np.sign(newer_half.slope_P) == np.sign(whole.slope_P), newer_half.slope_P * newest_P, 0.0)
     is_told_P = (rises_P | falls_P) & np.isfinite(slope_P)
     return [
         Forecast(slope, last_step + wait, is_exponential) if is_told else None

@@ -11,9 +11,9 @@ import pytest
 import torch
 from comparison import Comparison
 from PIL import Image
-from watched_run import Domain, Run
+from watched_run import Domain, Run, train
 
-from lightning_attn import History, Snapshot
+from lightning_attn import EarlyWarning, History, Snapshot
 
 
 @pytest.mark.parametrize("domain", [demo.language_model, demo.vision_transformer])
@@ -38,7 +38,7 @@ def a_run(early_loss: float, final_loss: float, logits: float, entropy: float, a
     for step in range(0, 100, 5):
         values = torch.tensor([[logits / 2, logits], [logits, 2 * logits], [entropy, entropy]], dtype=torch.float64)
         history.append(Snapshot(step, {"attention": 2}, ("logit_std", "max_logit", "entropy"), values))
-    return Run("a run", 0.001, [early_loss] * 50 + [final_loss] * 50, history, accuracy)
+    return Run("a run", 0.001, [early_loss] * 50 + [final_loss] * 50, history, [], accuracy)
 
 
 HEALTHY = a_run(early_loss=2.0, final_loss=1.0, logits=2.0, entropy=0.9, accuracy=0.8)
@@ -74,6 +74,27 @@ def test_the_table_holds_both_runs() -> None:
         ["Afterwards"],
         ["test", "accuracy", "0.80", "0.50", "-0.30"],
     ]
+
+
+def test_what_was_warned_of_is_said() -> None:
+    assert demo.warnings_of(HEALTHY) == "AttentionEarlyWarning in the a run run: no warnings."
+    event = EarlyWarning(5, "transition", "info", "attention", 0, "positional_share", 0.1)
+    first = EarlyWarning(15, "growth", "warning", "attention", 1, "logit_std", 9.0, remedy="cool it")
+    second = EarlyWarning(20, "spread", "critical", "attention", 0, "logit_std", 99.0)
+    said = demo.warnings_of(replace(HEALTHY, title="too hot", warnings=[event, first, second]))
+    assert "in the too hot run, first at 15% of it:" in said
+    assert "What to try: cool it" in said and "spread" in said and "transition" not in said
+    assert demo.warnings_of(replace(HEALTHY, warnings=[event])).endswith("no warnings.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("domain", "hot_rate"), [(demo.language_model, 0.02), (demo.vision_transformer, 0.01)])
+def test_hot_runs_are_warned_of_in_their_first_quarter_and_healthy_ones_never(
+    domain: Callable[[], Domain], hot_rate: float, tmp_path: Path
+) -> None:
+    whole = domain()
+    assert train(replace(whole, steps=whole.steps // 4), "too hot", hot_rate, demo.SEED, tmp_path).faults
+    assert not train(whole, "healthy", 0.001, demo.SEED, tmp_path).faults
 
 
 def test_without_a_test_there_is_no_accuracy() -> None:

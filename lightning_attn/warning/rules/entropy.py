@@ -115,7 +115,7 @@ class UniformCollapse(LimitRule):
     )
 
     def __init__(
-        self, limit: float = 0.995, share_of_heads: float = 0.95, patience: int = 5, warmup_steps: int = 500
+        self, limit: float = 0.995, share_of_heads: float = 0.95, patience: int = 5, warmup_steps: int = 1000
     ) -> None:
         super().__init__(
             "uniform_collapse",

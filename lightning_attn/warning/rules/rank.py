@@ -6,7 +6,7 @@ from lightning_attn.warning.limit_rule import LimitRule
 
 
 class RankCollapse(LimitRule):
-    """The tokens that leave a site are all alike.
+    """The tokens that enter a site are all alike.
 
     Attention without enough to counter it brings tokens together, doubly exponentially with depth (Dong et al. 2021,
     arXiv:2103.03404). `rank_residual` is what of the tokens is not their mean: 0 where they are one and the same.
