@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -77,7 +77,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def train(self, seeds: range) -> None:
+    def train(self, seeds: Sequence[int]) -> None:
         """Train what is missing, seed by seed, and say how far it is."""
         wanted = [
             (family, setting, seed) for seed in seeds for family in FAMILIES.values() for setting in family.settings
@@ -92,7 +92,7 @@ class Runs:
                 f"{number:4}/{len(wanted)}  seed {seed:3}  {family.name}, {setting}: {run.final_loss:.3f}", flush=True
             )
 
-    def of(self, seeds: range) -> Iterator[Run]:
+    def of(self, seeds: Sequence[int]) -> Iterator[Run]:
         """The runs of some seeds that are there."""
         for family in FAMILIES.values():
             for setting in family.settings:

@@ -70,7 +70,7 @@ OF_ONE_HEAD = {
 }
 HEADS = {"blocks.0": 4, "blocks.1": 4}
 ALL = sum(HEADS.values())
-LONG = 80  # snapshots: more than any rule's warm-up and window
+LONG = 120  # snapshots: past every warm-up
 
 
 def rules() -> list[Rule]:
@@ -242,7 +242,7 @@ def test_exactly_one_of_a_step_change_of_one_head(statistic: str, head: int, bef
     ],
 )
 def test_exactly_one_of_a_step_change_of_all_heads(statistic: str, value: float, rule: str) -> None:
-    (warning,) = warned(rules(), run(statistic, [HEALTHY[statistic]] * 60 + [value] * 30))
+    (warning,) = warned(rules(), run(statistic, [HEALTHY[statistic]] * LONG + [value] * 30))
     assert warning.rule == rule
     assert (warning.heads, warning.of_heads) == (ALL, ALL)
 

@@ -33,7 +33,7 @@ class LogitSpread(LimitRule):
 
     def __init__(
         self,
-        limits: list[float] = [20.0, 100.0],  # noqa: B006  never changed: it is kept as a tuple
+        limits: list[float] = [30.0, 100.0],  # noqa: B006  never changed: it is kept as a tuple
         severity: list[Severity] = ["warning", "critical"],  # noqa: B006
         patience: int = 2,
         warmup_steps: int = 0,
@@ -63,10 +63,10 @@ class LogitGrowth(TrendRule):
 
     def __init__(
         self,
-        limit: float = 20.0,
-        beyond: float | None = 10.0,
-        horizon: int = 50,
-        window: int = 8,
+        limit: float = 30.0,
+        beyond: float | None = 15.0,
+        horizon: int = 20,
+        window: int = 10,
         patience: int = 2,
         warmup_steps: int = 0,
     ) -> None:
