@@ -16,11 +16,12 @@ from table import Row, at_most, goal, judged
 from torch.utils.data import DataLoader
 from turns import Effort, progress, ratios, seconds_of
 
-from lightning_attn import AttentionMonitor, AttentionObserver
+from lightning_attn import AttentionEarlyWarning, AttentionMonitor, AttentionObserver
 from lightning_attn.callbacks.budget import wait_for
+from lightning_attn.callbacks.session import CaptureSession
 from lightning_attn.tensorboard import heat_map
 
-DEFAULT_CADENCE, HEAT_MAP_CADENCE = 50, 500
+DEFAULT_CADENCE, WARNING_CADENCE, HEAT_MAP_CADENCE = 50, 10, 500
 WARM_UP_STEPS = 4
 
 
@@ -45,6 +46,7 @@ def step_seconds(
     every_n_steps: int | None = None,
     statistics: list[str] | None = None,
     accelerator: str = "cpu",
+    is_warned: bool = False,
     **trainer_arguments: Any,
 ) -> float:
     """Seconds of one training step in a run of its own.
@@ -56,17 +58,19 @@ def step_seconds(
     Args:
         size: of the model.
         steps: how many steps to measure.
-        every_n_steps: the cadence of the monitor; ``None`` for a run without it.
+        every_n_steps: the cadence of the callback; ``None`` for a run without one.
         statistics: of the monitor.
         accelerator: what the model is trained on.
+        is_warned: whether the callback is `AttentionEarlyWarning` in the place of the monitor.
         trainer_arguments: what else the Trainer is given.
     """
     torch.manual_seed(0)
     stopwatch = Stopwatch()
     callbacks: list[Callback] = [stopwatch]
-    if every_n_steps is not None:
-        monitor = AttentionMonitor(every_n_steps, statistics=statistics, print_summary=False)
-        callbacks.append(monitor)
+    if every_n_steps is not None and is_warned:
+        callbacks.append(AttentionEarlyWarning(every_n_steps=every_n_steps, file=None, print_summary=False))
+    elif every_n_steps is not None:
+        callbacks.append(AttentionMonitor(every_n_steps, statistics=statistics, print_summary=False))
     all_steps = WARM_UP_STEPS + steps + 1  # the last one only ends the one before
     trainer = Trainer(
         accelerator=accelerator,
@@ -86,8 +90,9 @@ def step_seconds(
     if every_n_steps is None:
         return median(seconds[step] for step in measured)
     captures = range(0, all_steps, every_n_steps)
-    if len(monitor.history) != len(captures):
-        raise RuntimeError(f"There were {len(monitor.history)} captures, not {len(captures)}.")
+    watched_steps = CaptureSession.of(trainer).watched_steps
+    if watched_steps != len(captures):
+        raise RuntimeError(f"There were {watched_steps} captures, not {len(captures)}.")
     capture_seconds = median(seconds[step] for step in measured if step in captures)
     if every_n_steps == 1:
         return capture_seconds
@@ -102,9 +107,12 @@ def training_rows(effort: Effort) -> Iterator[Row]:
         # A run is compared with one of the same length: its first steps may be faster or slower than later ones.
         default = ratios(
             lambda size=size: step_seconds(size, DEFAULT_CADENCE),
-            {"default": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE)},
+            {
+                "monitor": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE),
+                "early warning": lambda size=size: step_seconds(size, DEFAULT_CADENCE, WARNING_CADENCE, is_warned=True),
+            },
             effort.rounds_of_short_steps if name == "demo" else effort.rounds,
-        )["default"]
+        )
         every_step = ratios(
             lambda size=size: step_seconds(size, effort.steps),
             {
@@ -114,8 +122,10 @@ def training_rows(effort: Effort) -> Iterator[Row]:
             },
             effort.rounds,
         )
-        yield default.row("training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03))
-        yield heat_map_row(size, setting, default.baseline_seconds)
+        monitor, early_warning = default["monitor"], default["early warning"]
+        yield monitor.row("training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03))
+        yield early_warning.row("training step, `AttentionEarlyWarning()`", setting, "plain step", at_most(1.1))
+        yield heat_map_row(size, setting, monitor.baseline_seconds)
         yield every_step["hidden states"].row(
             f"training step, `every_n_steps=1`, the {len(OF_STATES)} statistics of hidden states alone",
             setting,

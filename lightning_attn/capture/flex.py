@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.autocast import as_autocast
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.reader import Sampling, reads
 
@@ -67,8 +68,8 @@ class IndexRule:
 
 @reads(torch.ops.higher_order.flex_attention)
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> AttentionCall:
-    """Read one call: any score and mask function, and grouped heads."""
-    return _read(sampling, *args, **kwargs)
+    """Read one call: any score and mask function, and grouped heads; under autocast, of what is rounded."""
+    return as_autocast(_read(sampling, *args, **kwargs), sampling.autocast_dtype)
 
 
 def _read(

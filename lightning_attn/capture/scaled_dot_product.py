@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from lightning_attn.capture.autocast import as_autocast
 from lightning_attn.capture.axes import steps_over_tokens
 from lightning_attn.capture.call import AttentionCall, Visibility
 from lightning_attn.capture.composition import Division, divided
@@ -36,20 +37,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], sampling: Sampling) -> A
     Raises:
         UnreadableError: for nested tensors with a mask, or that differ in more than their numbers of tokens.
     """
-    call = _read(sampling, *args, **kwargs)
-    if sampling.autocast_dtype is None:
-        return call
-    return replace(
-        call,
-        query=_rounded(call.query, sampling.autocast_dtype),
-        key=_rounded(call.key, sampling.autocast_dtype),
-        value=None if call.value is None else _rounded(call.value, sampling.autocast_dtype),
-    )
-
-
-def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """What autocast makes of an argument: float64 it leaves alone."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+    return as_autocast(_read(sampling, *args, **kwargs), sampling.autocast_dtype)
 
 
 def _read(

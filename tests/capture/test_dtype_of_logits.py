@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_attn import AttentionObserver, record
 
@@ -42,7 +43,26 @@ def logits_made_bfloat16(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query @ key.mT / math.sqrt(query.shape[-1])).bfloat16().softmax(-1).to(value.dtype) @ value
 
 
+def with_bias(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A bias so large that rounding it changes the weights."""
+    bias = 1000 + torch.linspace(-3, 3, 36).view(6, 6)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return flex_attention(query, key, value)
+
+
 WAYS = (fused, written_out, softmax_in_float32, logits_made_float32)
+
+
+class Attending(nn.Module):
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attend(query, key, value)
 
 
 class Site(nn.Module):
@@ -88,6 +108,20 @@ def test_under_autocast_the_fused_function_has_what_is_captured() -> None:
     query, key, value = rounded.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
     assert torch.equal(call.query, query) and torch.equal(call.key, key)
     assert call.value is not None and torch.equal(call.value, value)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("attend", [fused, with_bias, flex], ids=lambda one: one.__name__)
+def test_under_autocast_weights_are_those_of_the_function(attend: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key = 3 * torch.randn(2, 1, 2, 6, 8)
+    everything = torch.eye(6, 8).expand(1, 2, 6, 8)  # what comes out are the weights
+    model = Attending(attend)
+    with torch.autocast("cpu", dtype), record(model) as recording:
+        computed = model(query, key, everything)[..., :6]
+    (call,) = recording.calls
+    assert call.query.dtype == dtype
+    torch.testing.assert_close(call.weights().float(), computed.float(), rtol=0, atol=0.003)
 
 
 def test_what_is_compared_in_float32_is_not_rounded_by_what_it_was_before() -> None:
