@@ -13,6 +13,7 @@ import torch
 from settings import FAMILIES, Family
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
+from watched_run import LossHistory
 
 from lightning_attn import AttentionMonitor, Snapshot
 
@@ -52,7 +53,7 @@ def trained(family: Family, setting: str, seed: int) -> Run:
     data = family.data()
     model = family.model(data, family.settings[setting])
     monitor = AttentionMonitor(EVERY_N_STEPS, statistics="all", heat_map_every_n_steps=None, print_summary=False)
-    losses = _Losses()
+    losses = LossHistory()
     trainer = pl.Trainer(
         callbacks=[monitor, losses],
         logger=False,
@@ -131,13 +132,3 @@ class Runs:
             for step, of_step in zip(kept["steps"], values, strict=True)
         ]
         return Run(*kept["run"], kept["losses"].tolist(), snapshots)
-
-
-class _Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: dict[str, Tensor], *_: object
-    ) -> None:
-        self.losses.append(outputs["loss"].item())

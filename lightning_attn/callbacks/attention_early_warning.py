@@ -100,6 +100,7 @@ class AttentionEarlyWarning(Callback):
         self._key = self._generate_state_key(
             rules=[rule.name for rule in self._watch.rules], every_n_steps=every_n_steps, sites=sites, file=file
         )
+        self._is_evaluating = False
         #: What was found in this run, oldest first.
         self.warnings: list[EarlyWarning] = []
 
@@ -129,7 +130,9 @@ class AttentionEarlyWarning(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off."""
+        """Go on where a checkpoint left off, unless it is loaded to be evaluated."""
+        if self._is_evaluating:  # a run goes on with fit alone
+            return
         self._schedule.load_state_dict(state_dict["schedule"])
         self._watch.load_state_dict(state_dict["watch"])
         self._actions.load_state_dict(state_dict["actions"])
@@ -144,6 +147,10 @@ class AttentionEarlyWarning(Callback):
         ours = [key for key in states if key.split("{")[0] == type(self).__qualname__]
         if self._key not in states and len(ours) == 1 and _all(trainer) == [self]:
             self.load_state_dict(states[ours[0]])
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Learn what a checkpoint is loaded for."""
+        self._is_evaluating = stage != "fit"
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse patterns that no module has, and find out where files go, which ranks do together."""
@@ -191,6 +198,7 @@ class AttentionEarlyWarning(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give up a batch that never ended."""
+        self._is_evaluating = False
         self._subscription.give_up(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -123,6 +123,7 @@ class AttentionMonitor(Callback):
             max_overhead=max_overhead,
         )
         self._owes_metrics = False
+        self._is_evaluating = False
         #: The snapshots of this run, oldest first.
         self.history = History(history_size)
 
@@ -145,11 +146,17 @@ class AttentionMonitor(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off."""
+        """Go on where a checkpoint left off, unless it is loaded to be evaluated."""
+        if self._is_evaluating:  # a run goes on with fit alone
+            return
         self._schedule.load_state_dict(state_dict)
         self._log.last_heat_map = state_dict.get("last_heat_map")
         self._callback_metrics |= state_dict.get("callback_metrics", {})
         self._owes_metrics = True  # callbacks that monitor them may ask before the next capture
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Learn what a checkpoint is loaded for."""
+        self._is_evaluating = stage != "fit"
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse patterns that no module has."""
@@ -213,6 +220,7 @@ class AttentionMonitor(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give up a batch that never ended."""
+        self._is_evaluating = False
         self._subscription.give_up(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

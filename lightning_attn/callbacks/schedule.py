@@ -48,6 +48,8 @@ class CaptureSchedule:
             "optimizer_steps": self._steps.count,
             "global_step": self._steps.global_step,
             "last_capture": self._last_capture,
+            # Not 0 while a batch is watched: who saves then, before this is told of its end, has lost its snapshot.
+            "tries_left": self._tries_left,
             "fewest_steps": None if self._budget is None else self._budget.fewest_steps,
         }
 
@@ -55,6 +57,7 @@ class CaptureSchedule:
         """Go on where a checkpoint left off."""
         self._steps.restore(state.get("optimizer_steps", 0), state.get("global_step"))
         self._last_capture = state.get("last_capture")
+        self._tries_left = state.get("tries_left", 0)
         fewest_steps = state.get("fewest_steps")
         if self._budget is not None and fewest_steps is not None:
             self._budget.fewest_steps = fewest_steps
@@ -64,7 +67,7 @@ class CaptureSchedule:
         """Begin to count, or go on; whether this is the beginning of a run."""
         begins = self._steps.start(trainer)
         if begins:
-            self._last_capture, self._announced = None, 0
+            self._last_capture, self._announced, self._tries_left = None, 0, 0
             if self._budget is not None:
                 self._budget.restart()
         return begins

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_attn.warning.early_warning import SEVERITIES, EarlyWarning
@@ -133,9 +135,18 @@ class WarningActions:
         self._saved |= new
         callback = trainer.checkpoint_callback
         directory = getattr(callback, "dirpath", None) or f"{folder.rstrip('/')}/checkpoints"
-        path = f"{str(directory).rstrip('/')}/early-warning-step={warnings[-1].step}.ckpt"
+        path = _unused(trainer, f"{str(directory).rstrip('/')}/early-warning-step={warnings[-1].step}")
         trainer.save_checkpoint(path)
         rank_zero_info(f"AttentionEarlyWarning saved {path} because of {', '.join(sorted(new))}.")
+
+
+def _unused(trainer: pl.Trainer, stem: str) -> str:
+    """The path of a checkpoint that takes the place of none, such as another run's; all ranks find the same."""
+    for version in count():
+        path = f"{stem}.ckpt" if version == 0 else f"{stem}-v{version}.ckpt"
+        if not trainer.strategy.broadcast(get_filesystem(path).exists(path)):
+            return path
+    raise AssertionError
 
 
 def _checked(given: Actions) -> tuple[Word | ActionFunction, ...]:

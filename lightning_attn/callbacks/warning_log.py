@@ -12,7 +12,7 @@ from lightning_attn.callbacks.loggers import log_scalars, log_text
 from lightning_attn.callbacks.warning_file import WarningFile
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.warning.announcer import Announcer
-from lightning_attn.warning.early_warning import EarlyWarning
+from lightning_attn.warning.early_warning import EarlyWarning, Severity
 from lightning_attn.warning.message import summary
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class WarningLog:
     """
 
     def __init__(self, quiet_steps: int, file: str | None, print_summary: bool) -> None:
+        file = os.fspath(file) if isinstance(file, os.PathLike) else file
         if file is not None and not (isinstance(file, str) and file):
             raise ValueError(f"`file` must be the name of a file, or None for none, got {file!r}.")
         self._announcer = Announcer(quiet_steps)
@@ -85,21 +86,25 @@ class WarningLog:
         """
         if self._file is not None:
             self._file.add(new)
-        said = self._announcer.messages(step, new)
-        if said:
-            log_text(trainer, "attention_warnings", _markdown([text for _, text in said]), step)
         if standing:
             log_scalars(trainer, {f"attention_warnings/{rule}": float(standing[rule]) for rule in standing}, step)
+        self._say(trainer, self._announcer.messages(step, new), step)
+
+    def end(self, trainer: pl.Trainer, warnings: Sequence[EarlyWarning]) -> None:
+        """Say what is still held back, and sum up what was found."""
+        if warnings:
+            self._say(trainer, self._announcer.rest(), warnings[-1].step)
+        if self._print_summary and trainer.is_global_zero:
+            print(f"\n{summary(warnings)}")
+
+    def _say(self, trainer: pl.Trainer, said: Sequence[tuple[Severity, str]], step: int) -> None:
+        if said:
+            log_text(trainer, "attention_warnings", _markdown([text for _, text in said]), step)
         for severity, text in said:  # last, since warnings are errors for some people
             if severity == "info":
                 rank_zero_info(f"AttentionEarlyWarning. {text}")
             else:
                 rank_zero_warn(f"AttentionEarlyWarning. {text}", category=AttentionWarning)
-
-    def end(self, trainer: pl.Trainer, warnings: Sequence[EarlyWarning]) -> None:
-        """Sum up what was found."""
-        if self._print_summary and trainer.is_global_zero:
-            print(f"\n{summary(warnings)}")
 
 
 def _joined(folder: str, name: str) -> str:

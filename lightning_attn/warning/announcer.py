@@ -58,6 +58,14 @@ class Announcer:
                 del self._held[rule]
         return said
 
+    def rest(self) -> list[tuple[Severity, str]]:
+        """What is still held back, for there will be no other time to say it."""
+        held, self._held = self._held, {}
+        return [
+            (max((warning.severity for warning in of_rule), key=SEVERITIES.index), message(of_rule, is_first=False))
+            for of_rule in held.values()
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """What was said and what is held back, in plain values."""
         return {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from lightning_attn.warning.series import Scope
+
 #: How bad it is: worth knowing, likely to cost loss, or the run is being lost.
 Severity = Literal["info", "warning", "critical"]
 
@@ -19,12 +21,13 @@ class EarlyWarning:
         step: the optimiser step at which it was found.
         rule: name of the rule.
         severity: how bad it is.
-        site: where; ``None`` for all sites together.
-        head: which head; ``None`` for a site as a whole, or for all.
+        scope: what it is about: a head, a site, or the model as a whole.
+        site: where; ``None`` for the mean of all sites. Where heads are counted, that of the worst one.
+        head: which head; ``None`` for a site as a whole, or for all. Where heads are counted, the worst one.
         statistic: what tells it.
         value: of the statistic.
         limit: what it has gone beyond, or is about to; ``None`` where the rule has none.
-        since: the first step at which it was seen, without a break until now.
+        since: the first step from which it was as bad as that, without a break until now.
         slope: change of the value per step; ``None`` where there are too few snapshots to tell.
         predicted_step: when the limit will be crossed, going on like this; ``None`` where nothing is predicted.
         heads: how many heads are alike, where the rule counts heads; the one named is the worst.
@@ -41,6 +44,7 @@ class EarlyWarning:
     statistic: str
     value: float
     limit: float | None = None
+    scope: Scope = "head"
     since: int | None = None
     slope: float | None = None
     predicted_step: int | None = None

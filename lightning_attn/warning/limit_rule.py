@@ -14,12 +14,14 @@ import numpy as np
 
 from lightning_attn.warning.early_warning import Severity
 from lightning_attn.warning.forecast import least_squares_slopes
-from lightning_attn.warning.rule import Rule, Sign, check_number
+from lightning_attn.warning.rule import Rule, Sign, check_count, check_number
 from lightning_attn.warning.series import Array, Record, Scope, Series
 
 #: What is held against the limit: the statistic, or its change per 100 steps.
 Quantity = Literal["value", "rate"]
 
+#: What was there in the first snapshot counts from so large a share of the limit on.
+LEAST_START = 0.1
 #: A rate is the slope over so many snapshots.
 _RATE_SNAPSHOTS = 5
 
@@ -37,6 +39,9 @@ class LimitRule(Rule):
         scope: ``"head"`` for each head by itself, ``"site"`` or ``"model"`` for the heads of each site or of all sites
             together.
         share_of_heads: heads together are beyond the limit if so large a share of them is; ``None`` if their mean is.
+        min_heads: heads together are none if there are fewer: one sharp head of two is not the sharpness of a model.
+        without_start: take off what the statistic was in the first snapshot, for spreads: a position bias spreads
+            logits from the beginning, and is no growth.
         hysteresis: how far within the (first) limit the value must come back to be warned of anew, as a share of the
             limit; of a limit of 0 there is no share, so that coming back is enough.
         severity: how bad it is; one for each limit where there are several.
@@ -59,6 +64,8 @@ class LimitRule(Rule):
     quantity: Quantity
     scope: Scope
     share_of_heads: float | None
+    min_heads: int
+    without_start: bool
     hysteresis: float
 
     def __init__(
@@ -70,6 +77,8 @@ class LimitRule(Rule):
         quantity: Quantity = "value",
         scope: Scope = "head",
         share_of_heads: float | None = None,
+        min_heads: int = 1,
+        without_start: bool = False,
         hysteresis: float = 0.1,
         severity: Severity | list[Severity] = "warning",
         warmup_steps: int = 0,
@@ -90,6 +99,7 @@ class LimitRule(Rule):
             check_share(share_of_heads, "share_of_heads")
             if scope == "head":
                 raise ValueError("`share_of_heads` needs `scope` to be 'site' or 'model', got 'head'.")
+        check_count(min_heads, "min_heads", least=1)
         check_number(hysteresis, "hysteresis", least=0, most=1)
         super().__init__(
             name,
@@ -108,6 +118,8 @@ class LimitRule(Rule):
             quantity=quantity,
             scope=scope,
             share_of_heads=share_of_heads,
+            min_heads=min_heads,
+            without_start=without_start,
             hysteresis=hysteresis,
             meaning=meaning or type(self).meaning,
             remedy=remedy or type(self).remedy,
@@ -118,6 +130,8 @@ class LimitRule(Rule):
         if not record.has(self.statistic):
             return ()
         series = record.series(self.statistic).last(self.snapshots)
+        if self.without_start:
+            series = series.without(record.at_first(self.statistic), least=LEAST_START * self.limits[0])
         if self.share_of_heads is None:
             series = series.averaged(self.scope)
         if self.quantity == "rate":
@@ -130,6 +144,11 @@ class LimitRule(Rule):
             return self._of_each(series, values_P)
         return self._of_many(series, values_P, self.share_of_heads)
 
+    @property
+    def _told(self) -> str:
+        """What the values of the signs are."""
+        return self.statistic if self.quantity == "value" else f"{self.statistic} per 100 steps"
+
     def _of_each(self, series: Series, values_P: Array) -> Iterator[Sign]:
         beyond_LP = self._beyond(values_P)
         grades_P = beyond_LP[1:].sum(axis=0)
@@ -139,7 +158,7 @@ class LimitRule(Rule):
         return map(
             Sign,
             places,
-            repeat(self.statistic),
+            repeat(self._told),
             values_P[beyond].tolist(),
             limits_P.tolist(),
             grades_P[beyond].tolist(),
@@ -152,13 +171,13 @@ class LimitRule(Rule):
             # The product of a share and a number is not always the integer it should be.
             needed = max(math.ceil(share * present - 1e-9), 1)
             counts_L = self._beyond(values_G).sum(axis=1)
-            if counts_L[0] < needed:
+            if counts_L[0] < needed or present < self.min_heads:
                 continue
             grade = int((counts_L[1:] >= needed).sum())
             worst = int(np.nanargmax(values_G if self.is_above else -values_G))
             yield Sign(
                 place,
-                self.statistic,
+                self._told,
                 float(values_G[worst]),
                 self.limits[max(grade - 1, 0)],
                 grade,

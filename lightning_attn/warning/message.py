@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 
 from lightning_attn.table import aligned
 from lightning_attn.warning.early_warning import SEVERITIES, EarlyWarning
+from lightning_attn.warning.rules import built_in_rules
 
 #: The page that explains each rule under a heading of its name.
 PAGE = "docs/early-warning.md"
@@ -61,23 +63,24 @@ def message(warnings: Sequence[EarlyWarning], is_first: bool = True) -> str:
         What to try: lower the learning rate. More: docs/early-warning.md#logit_growth
     """
     first = worst_first(warnings)[0]
-    found = f"Step {first.step}, {first.severity}, {first.rule}: {_found(first)}{_others(warnings)}."
+    found = f"Step {first.step}, {first.severity}, {first.rule}: {_found(first)}{_others(warnings, first)}."
     forecast = ""
     if first.predicted_step is not None and first.limit is not None:
         if first.predicted_step > first.step:
             forecast = f"Going on like this it passes {first.limit:.3g} at about step {first.predicted_step}. "
         else:
-            forecast = f"It has just passed {first.limit:.3g}. "
+            forecast = f"It has passed {first.limit:.3g}. "
     if not is_first:
         return f"{found} {forecast}".strip()
     lines = [found, f"{forecast}{first.meaning}".strip()]
-    remedy = f"What to try: {first.remedy}. " if first.remedy else ""
-    lines.append(f"{remedy}More: {PAGE}#{first.rule}")
+    remedy = f"What to try: {first.remedy.rstrip('.')}. " if first.remedy else ""
+    more = f"More: {PAGE}#{first.rule}" if first.rule in _explained() else ""
+    lines.append(f"{remedy}{more}".strip())
     return "\n".join(line for line in lines if line)
 
 
 def summary(warnings: Sequence[EarlyWarning]) -> str:
-    """All that was found in a run, one line for each rule: how many heads or sites, first when, and the worst of them.
+    """All that was found in a run, one line for each rule: first when, how often, and the worst place.
 
     Example:
         >>> summary([])
@@ -106,22 +109,36 @@ def summary(warnings: Sequence[EarlyWarning]) -> str:
     return "\n".join(["Early warnings:", *aligned(rows, "<<>><<>")])
 
 
+@cache
+def _explained() -> set[str]:
+    """The rules that the page is about."""
+    return {rule.name for rule in built_in_rules()}
+
+
 def _found(warning: EarlyWarning) -> str:
     if warning.heads is not None:
-        many = f"{warning.heads} of {warning.of_heads} heads"
+        where = f" of {warning.site}" if warning.scope == "site" else ""
+        many = f"{warning.heads} of {warning.of_heads} heads{where}"
+        worst = f"head {warning.head}" if where else _place(warning)
         if warning.limit is None:
-            return f"{many}; {_place(warning)} is the worst: {warning.statistic} {warning.value:.3g}{_pace(warning)}"
-        beyond = "above" if warning.value > warning.limit else "below"
+            return f"{many}; {worst} is the worst: {warning.statistic} {warning.value:.3g}{_pace(warning)}"
         return (
-            f"{many} have {warning.statistic} {beyond} {warning.limit:.3g}; "
-            f"{_place(warning)} is farthest with {warning.value:.3g}{_pace(warning)}"
+            f"{many} have {warning.statistic} {_beyond(warning)}{_since(warning)}; "
+            f"{worst} is farthest with {warning.value:.3g}{_pace(warning)}"
         )
-    limit = ""
-    if warning.predicted_step is None and warning.limit is not None:
-        limit = f", {'above' if warning.value > warning.limit else 'below'} {warning.limit:.3g}"
-        if warning.since is not None and warning.since < warning.step:
-            limit += f" since step {warning.since}"
-    return f"{_place(warning)} has {warning.statistic} {warning.value:.3g}{limit}{_pace(warning)}"
+    beyond = ""
+    if warning.predicted_step is None:
+        beyond = (f", {_beyond(warning)}" if warning.limit is not None else "") + _since(warning)
+    return f"{_place(warning)} has {warning.statistic} {warning.value:.3g}{beyond}{_pace(warning)}"
+
+
+def _beyond(warning: EarlyWarning) -> str:
+    assert warning.limit is not None
+    return f"{'above' if warning.value > warning.limit else 'below'} {warning.limit:.3g}"
+
+
+def _since(warning: EarlyWarning) -> str:
+    return f" since step {warning.since}" if warning.since is not None and warning.since < warning.step else ""
 
 
 def _place(warning: EarlyWarning) -> str:
@@ -131,17 +148,32 @@ def _place(warning: EarlyWarning) -> str:
 
 
 def _pace(warning: EarlyWarning) -> str:
-    if not warning.slope:
+    """How fast it goes, where it goes at all."""
+    change = 100 * (warning.slope or 0.0)
+    if abs(change) <= 0.001 * abs(warning.value):
         return ""
-    return f", {'rising' if warning.slope > 0 else 'falling'} by {abs(100 * warning.slope):.3g} per 100 steps"
+    return f", {'rising' if change > 0 else 'falling'} by {abs(change):.3g} per 100 steps"
 
 
-def _others(warnings: Sequence[EarlyWarning]) -> str:
-    places = {(warning.site, warning.head) for warning in warnings}
-    sites = {warning.site for warning in warnings}
-    if len(places) < 2:
+def _others(warnings: Sequence[EarlyWarning], first: EarlyWarning) -> str:
+    """How many places are as bad as the first one, and how many not quite."""
+    if first.scope == "model":
         return ""
-    more = len(places) - 1
-    of_heads = any(warning.head is not None for warning in warnings)
-    kind = ("head" if of_heads else "site") + ("s" if more > 1 else "")
-    return f"; so have {more} more {kind}" + (f" at {len(sites)} sites" if of_heads and len(sites) > 1 else "")
+    places = {_identity(warning) for warning in warnings} - {_identity(first)}
+    alike = {_identity(warning) for warning in warnings if warning.limit == first.limit} - {_identity(first)}
+    text = ""
+    if alike:
+        sites = {site for site, _ in alike} | {first.site}
+        spread = f" at {len(sites)} sites" if first.head is not None and first.heads is None and len(sites) > 1 else ""
+        text = f"; so {'has' if len(alike) == 1 else 'have'} {len(alike)} more {_kind(first, len(alike))}{spread}"
+    less = len(places - alike)
+    return text + (f"; {less} more {'is' if less == 1 else 'are'} beyond a lower limit" if less else "")
+
+
+def _identity(warning: EarlyWarning) -> tuple[str | None, int | None]:
+    """What a warning is about: where heads of a site are counted, the site."""
+    return warning.site, None if warning.scope == "site" else warning.head
+
+
+def _kind(warning: EarlyWarning, count: int) -> str:
+    return ("head" if warning.scope == "head" else "site") + ("" if count == 1 else "s")

@@ -22,11 +22,12 @@ class Sign(NamedTuple):
         limit: what it has gone beyond, or is about to; ``None`` where there is none.
         grade: which of the rule's limits, from 1 on; a higher one is worse. 0 where the value is back within the limit
             but not far: this keeps what was warned of from being warned of anew, and warns of nothing.
-        slope: change of the value per step, where the rule knows it better than from the values alone.
+        slope: change of the value per step, where the rule knows it better than from the values alone; 0 for none.
         predicted_step: when the limit will be crossed.
         worst: the worst head, where the place is more than one head.
         heads: how many heads are alike, where heads are counted.
         of_heads: out of how many.
+        since: the step at which it began, where the rule knows it better than from its own signs.
     """
 
     place: Place
@@ -39,6 +40,7 @@ class Sign(NamedTuple):
     worst: Place | None = None
     heads: int | None = None
     of_heads: int | None = None
+    since: int | None = None
 
 
 class Rule(ABC):

@@ -72,12 +72,27 @@ class Series:
         values_TP = np.stack(means, axis=1) if means else np.empty((len(self.steps_T), 0))
         return Series(self.steps_T, values_TP, list(groups))
 
+    def without(self, spread_P: Array, least: float) -> Series:
+        r"""Spreads without one that was there from the beginning: :math:`\sqrt{v^2 - v_0^2}`, since variances add up.
+
+        Args:
+            spread_P: what was there, NaN where nothing is known.
+            least: what is less is left in, lest growth from next to nothing seem to begin at nothing.
+        """
+        is_taken_P = np.isfinite(spread_P) & (spread_P >= least)
+        if not is_taken_P.any():
+            return self
+        with np.errstate(over="ignore", invalid="ignore"):
+            left_TP = np.sqrt(np.maximum(self.values_TP**2 - spread_P**2, 0.0))
+        return Series(self.steps_T, np.where(is_taken_P, left_TP, self.values_TP), self.places)
+
 
 class Record:
     """The newest snapshots, as rules want to see them.
 
     Args:
         snapshots: oldest first, their steps increasing; at least one.
+        first: the first of the run; ``None`` where that is not known.
 
     Example:
         >>> import torch
@@ -88,8 +103,9 @@ class Record:
         (Place(site='attention', head=0), Place(site='attention', head=1))
     """
 
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
+    def __init__(self, snapshots: Sequence[Snapshot], first: Snapshot | None = None) -> None:
         self.snapshots = tuple(snapshots)
+        self.first = first
         self._series: dict[str, Series] = {}
 
     @property
@@ -119,6 +135,13 @@ class Record:
         if statistic not in self._series:
             self._series[statistic] = self._gathered(statistic)
         return self._series[statistic]
+
+    def at_first(self, statistic: str) -> Array:
+        """What a statistic was at each place in the first snapshot of the run; NaN where that is not known."""
+        heads, per_site = self.snapshots[-1].heads, is_per_site(statistic)
+        if self.first is None:
+            return np.full(len(heads) if per_site else sum(heads.values()), np.nan)
+        return _row(self.first, statistic, heads, per_site)
 
     def _gathered(self, statistic: str) -> Series:
         heads = self.snapshots[-1].heads

@@ -32,13 +32,16 @@ class _Standing:
     """What is known of a rule at a place: the newest looks, and what was warned of."""
 
     looks: list[_Look] = field(default_factory=list)
-    since: int | None = None
+    #: For each grade from 1 on, the first step from which it was there, or a worse one, without a break.
+    since: list[int] = field(default_factory=list)
     warned_grade: int = 0
 
     #: The grade of all looks, once there are as many as patience asks for: another one like it changes nothing.
     settled_grade: int | None = None
 
-    def add(self, look: _Look, patience: int) -> None:
+    def add(self, look: _Look, step: int, patience: int) -> None:
+        grade = max(look.grade, 0)
+        self.since = [*self.since[:grade], *[step] * (grade - len(self.since))]
         self.looks = [*self.looks, look][-patience:]
         is_settled = len(self.looks) == patience and all(known.grade == look.grade for known in self.looks)
         self.settled_grade = look.grade if is_settled else None
@@ -94,6 +97,7 @@ class Watch:
     def clear(self) -> None:
         """Forget what was seen."""
         self._failed: set[str] = set()
+        self._first: Snapshot | None = None
         self._snapshots: list[Snapshot] = []
         self._standings: dict[str, dict[Place, _Standing]] = {}
 
@@ -105,7 +109,7 @@ class Watch:
 
         @cache
         def newest(count: int) -> Record:
-            return Record(self._snapshots[-count:])
+            return Record(self._snapshots[-count:], self._first)
 
         warnings: list[EarlyWarning] = []
         for rule in self.rules:
@@ -134,6 +138,7 @@ class Watch:
         if self._snapshots and list(snapshot.heads.items()) == list(self._snapshots[-1].heads.items()):
             # Of one mapping it need not be found out for every statistic that it is the same.
             snapshot = replace(snapshot, heads=self._snapshots[-1].heads)
+        self._first = self._first or snapshot
         self._snapshots = [*self._snapshots, snapshot][-self._keep :]
 
     def _go_back(self, step: int) -> None:
@@ -141,7 +146,7 @@ class Watch:
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.step < step]
         for of_rule in self._standings.values():
             for standing in of_rule.values():
-                standing.looks, standing.since, standing.settled_grade = [], None, None
+                standing.looks, standing.since, standing.settled_grade = [], [], None
 
     def _judged(self, rule: Rule, record: Record) -> list[_Finding]:
         """What counts and was not warned of yet."""
@@ -158,15 +163,11 @@ class Watch:
             signed += 1
             if sign.grade == known.settled_grade:
                 continue
-            known.add(_Look(int(sign.grade), _number(sign.limit)), rule.patience)
-            if sign.grade < 1:
-                known.since = None
-            elif known.since is None:
-                known.since = record.step
+            known.add(_Look(int(sign.grade), _number(sign.limit)), record.step, rule.patience)
             least = min(known.looks, key=_grade)
             if least.grade > known.warned_grade and len(known.looks) == rule.patience:
                 known.warned_grade = least.grade
-                new.append(_Finding(sign, least, known.since))
+                new.append(_Finding(sign, least, known.since[least.grade - 1]))
         if len(standings) > signed:
             self._miss(rule, record, signs)
         return new
@@ -177,25 +178,17 @@ class Watch:
         for place in [place for place in standings if place not in signs]:
             if any(record.has_value(statistic, place) for statistic in rule.statistics):
                 standing = standings[place]
-                standing.add(_NO_SIGN, rule.patience)
-                standing.since = None
+                standing.add(_NO_SIGN, record.step, rule.patience)
                 if standing.settled_grade == _NO_SIGN.grade:
                     del standings[place]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to repeat nothing and lose nothing, in plain values and tensors."""
         return {
-            "snapshots": [
-                {
-                    "step": snapshot.step,
-                    "heads": dict(snapshot.heads),
-                    "statistics": list(snapshot.statistics),
-                    "values": snapshot.values,
-                }
-                for snapshot in self._snapshots
-            ],
+            "first": None if self._first is None else _kept(self._first),
+            "snapshots": [_kept(snapshot) for snapshot in self._snapshots],
             "standings": [
-                [rule, *place, [list(look) for look in standing.looks], standing.since, standing.warned_grade]
+                [rule, *place, [list(look) for look in standing.looks], list(standing.since), standing.warned_grade]
                 for rule, of_rule in self._standings.items()
                 for place, standing in of_rule.items()
             ],
@@ -204,14 +197,27 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off; what it knows of rules that there are no more is left out."""
         self.clear()
+        self._first = None if state["first"] is None else _restored(state["first"])
         for kept in state["snapshots"]:
-            snapshot = Snapshot(kept["step"], kept["heads"], tuple(kept["statistics"]), kept["values"].cpu())
-            self._remember(snapshot)
+            self._remember(_restored(kept))
         names = {rule.name for rule in self.rules}
         for rule, site, head, looks, since, warned_grade in state["standings"]:
             if rule in names:
-                standing = _Standing([_Look(*look) for look in looks], since, warned_grade)
+                standing = _Standing([_Look(*look) for look in looks], list(since), warned_grade)
                 self._standings.setdefault(rule, {})[Place(site, head)] = standing
+
+
+def _kept(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "step": snapshot.step,
+        "heads": dict(snapshot.heads),
+        "statistics": list(snapshot.statistics),
+        "values": snapshot.values,
+    }
+
+
+def _restored(kept: Mapping[str, Any]) -> Snapshot:
+    return Snapshot(kept["step"], kept["heads"], tuple(kept["statistics"]), kept["values"].cpu())
 
 
 def _grade(look: _Look) -> int:
@@ -240,7 +246,7 @@ def _warnings(rule: Rule, record: Record, new: Iterable[_Finding]) -> list[Early
         place = _plain(sign.worst or sign.place)
         slope = _number(sign.slope)
         if slope is None:
-            scope: Scope = "model" if place.site is None else "site" if place.head is None else "head"
+            scope = _scope(place)
             if (sign.statistic, scope) not in slopes:
                 slopes[sign.statistic, scope] = _slopes(record, sign.statistic, scope)
             slope = slopes[sign.statistic, scope].get(place)
@@ -249,12 +255,13 @@ def _warnings(rule: Rule, record: Record, new: Iterable[_Finding]) -> list[Early
                 step=record.step,
                 rule=rule.name,
                 severity=rule.severity(least.grade),
+                scope=_scope(sign.place),
                 site=place.site,
                 head=place.head,
                 statistic=sign.statistic,
                 value=float(sign.value),
                 limit=least.limit,
-                since=since,
+                since=since if sign.since is None else int(sign.since),
                 slope=slope,
                 predicted_step=_count(sign.predicted_step),
                 heads=_count(sign.heads),
@@ -264,6 +271,10 @@ def _warnings(rule: Rule, record: Record, new: Iterable[_Finding]) -> list[Early
             )
         )
     return warnings
+
+
+def _scope(place: Place) -> Scope:
+    return "model" if place.site is None else "site" if place.head is None else "head"
 
 
 def _slopes(record: Record, statistic: str, scope: Scope) -> dict[Place, float]:

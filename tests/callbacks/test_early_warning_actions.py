@@ -259,6 +259,14 @@ def test_checkpoints_go_where_those_of_the_trainer_go(tmp_path: Path) -> None:
     assert {"early-warning-step=2.ckpt", "early-warning-step=3.ckpt"} < {p.name for p in (tmp_path / "mine").iterdir()}
 
 
+def test_a_checkpoint_takes_the_place_of_none(tmp_path: Path) -> None:
+    with hearing():
+        for _ in range(3):
+            fit(Repeatable(), acting("checkpoint", SignsAt([2])))
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"early-warning-step=2{version}.ckpt" for version in ("", "-v1", "-v2")}
+
+
 def test_a_quick_trial_writes_nothing(tmp_path: Path) -> None:
     with hearing():
         fit(Repeatable(), acting("checkpoint", SignsAt([0])), fast_dev_run=2)

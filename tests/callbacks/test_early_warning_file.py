@@ -64,6 +64,7 @@ def test_a_line_has_everything_that_is_known(tmp_path: Path) -> None:
         "step": 1,
         "rule": "predicts",
         "severity": "critical",
+        "scope": "head",
         "site": SITES[1],
         "head": 1,
         "statistic": "entropy",

@@ -64,7 +64,7 @@ def test_warnings_are_warnings_of_python_and_news_go_to_the_log(log: list[str]) 
     assert news.startswith(f"{BEGIN}Step 1, info, news: head 0 of blocks.0.attention has entropy")
     for message in said:
         assert "It was asked for." in message and "What to try: ask for less." in message
-        assert "docs/early-warning.md#" in message
+        assert "docs/early-warning.md#" not in message, "the page knows no rules of users"
 
 
 def test_many_heads_are_one_message() -> None:
@@ -81,7 +81,7 @@ def test_a_rule_keeps_quiet_after_it_has_spoken() -> None:
     early = early_warning(rule, quiet_steps=20)
     said = told(early, steps=40)
     assert len(early.warnings) == 20
-    assert len(said) == 2 and "Step 0" in said[0]
+    assert len(said) == 3 and "Step 0" in said[0], "the last one when training ends"
 
 
 def test_nothing_is_said_where_nothing_is_found(log: list[str]) -> None:
@@ -162,3 +162,9 @@ def test_a_logger_without_a_directory(tmp_path: Path) -> None:
     assert (tmp_path / "root" / "attention_warnings.jsonl").exists()
     metrics = [call.args[0] for call in logger.log_metrics.call_args_list]
     assert metrics[0] == {"attention_warnings-scripted": 1.0}
+
+
+def test_what_is_held_back_when_training_ends_is_said_then() -> None:
+    said = told(early_warning(SignsAt([1, 3, 5]), quiet_steps=100))
+    assert len(said) == 2
+    assert said[1].startswith(f"{BEGIN}Step 5, warning, scripted: ")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from listening import hearing
 from models import LanguageModel, batches, fit, trainer
 
-from lightning_attn import AttentionEarlyWarning
+from lightning_attn import AttentionEarlyWarning, AttentionMonitor
 from lightning_attn.callbacks import warning_log
 from lightning_attn.warning import LimitRule, Rule, TrendRule
 
@@ -209,3 +209,51 @@ def test_a_new_run_begins_anew(said: list[str], tmp_path: Path) -> None:
     assert again.warnings == other.warnings and said == expected
     assert found and first
     assert len({line["run"] for line in lines(tmp_path / FILE)}) == 3
+
+
+class Evaluated(Repeatable):
+    def validation_step(self, tokens: list[torch.Tensor]) -> None:
+        self.log("validated", self.loss(tokens))
+
+    def test_step(self, tokens: list[torch.Tensor]) -> None:
+        self.log("tested", self.loss(tokens))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_checkpoint_that_is_evaluated_takes_nothing_back(stage: str, tmp_path: Path) -> None:
+    early, monitor = early_warning(SignsAt([2, 6, 10])), AttentionMonitor(2, statistics="entropy", print_summary=False)
+    checkpoints = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
+    model = Evaluated()
+    with hearing():
+        running = trainer(
+            early, monitor, checkpoints, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path
+        )
+        running.fit(model, batches(8))
+        path = next((tmp_path / "saved").glob("*step=3.ckpt"))
+        getattr(running, stage)(model, batches(1), ckpt_path=path, verbose=False)
+        assert [warning.step for warning in early.warnings] == [2, 6]
+        running.fit_loop.max_epochs = 2
+        running.fit(model, batches(8))
+    assert [warning.step for warning in early.warnings] == [2, 6, 10]
+    assert [line["step"] for line in lines(tmp_path / FILE)] == [2, 6, 10]
+    assert monitor.history.steps == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+class Saves(pl.Callback):
+    """Saves at the end of a batch, before callbacks behind it hear of that end."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/saved/{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("step", range(2, 9))
+def test_a_checkpoint_between_a_capture_and_its_snapshot_delays_it_at_most(step: int, tmp_path: Path) -> None:
+    signs = LimitRule("there", "entropy", above=-1.0, patience=3)
+    whole = early_warning(signs)
+    with hearing():
+        trainer(Saves(), whole, max_epochs=1, default_root_dir=tmp_path).fit(Repeatable(), batches(8))
+        after = early_warning(signs)
+        running = trainer(after, max_epochs=2, default_root_dir=tmp_path / "after")
+        running.fit(Repeatable(), batches(8), ckpt_path=tmp_path / "saved" / f"{step}.ckpt")
+    assert [(w.rule, w.place) for w in after.warnings] == [(w.rule, w.place) for w in whole.warnings] != []
+    assert all(0 <= late.step - warning.step <= 1 for late, warning in zip(after.warnings, whole.warnings, strict=True))

@@ -37,7 +37,7 @@ def test_it_keeps_quiet_for_a_while_and_loses_nothing() -> None:
     assert said(announcer, 50, found(50, head=2)) == []
     assert said(announcer, 99) == []
     (text,) = said(announcer, 100)
-    assert "so have 1 more head" in text
+    assert "so has 1 more head" in text
     assert "What to try" not in text
     assert said(announcer, 110) == []
     assert said(announcer, 300) == []
@@ -55,7 +55,7 @@ def test_what_is_more_severe_is_told_at_once() -> None:
     assert said(announcer, 10, found(10, severity="info", head=1)) == []
     ((severity, text),) = announcer.messages(20, [found(20, severity="critical", head=2)])
     assert severity == "critical"
-    assert "so have 1 more head" in text  # what was held back too
+    assert "so has 1 more head" in text  # what was held back too
     assert "What to try: wait" in text
     assert said(announcer, 30, found(30, severity="critical", head=3)) == []
     assert said(announcer, 40, found(40, severity="warning", head=4)) == []

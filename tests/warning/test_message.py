@@ -34,18 +34,26 @@ WIDE = EarlyWarning(
         ({"value": 3.0, "slope": -0.5}, "has logit_std 3, below 25 since step 100, falling by 50 per 100 steps."),
         ({"slope": None}, "above 25 since step 100."),
         ({"slope": 0.0}, "above 25 since step 100."),
-        ({"limit": None}, "has logit_std 31.2, rising by 31 per 100 steps."),
+        ({"limit": None}, "has logit_std 31.2 since step 100, rising by 31 per 100 steps."),
+        ({"slope": 1e-9}, "above 25 since step 100."),  # that is no pace
         ({"head": None}, ": blocks.2 has logit_std 31.2"),
         ({"site": None, "head": None}, ": the mean of all heads has logit_std 31.2"),
         ({"predicted_step": 180, "value": 18.0}, "has logit_std 18, rising by 31 per 100 steps."),
         ({"predicted_step": 180, "value": 18.0}, "Going on like this it passes 25 at about step 180."),
-        ({"predicted_step": 120}, "It has just passed 25. The softmax is hard."),
+        ({"predicted_step": 120}, "It has passed 25. The softmax is hard."),
         ({"severity": "critical"}, "Step 120, critical, logit_spread: "),
         (
             {"heads": 36, "of_heads": 48, "value": 0.02, "limit": 0.3, "statistic": "entropy_without_sink"},
-            "36 of 48 heads have entropy_without_sink below 0.3; head 3 of blocks.2 is farthest with 0.02",
+            "36 of 48 heads have entropy_without_sink below 0.3 since step 100; head 3 of blocks.2 is farthest with",
         ),
-        ({"heads": 2, "of_heads": 4}, "2 of 4 heads have logit_std above 25; head 3 of blocks.2 is farthest with 31.2"),
+        (
+            {"heads": 2, "of_heads": 4, "since": 120},
+            "2 of 4 heads have logit_std above 25; head 3 of blocks.2 is farthest with 31.2",
+        ),
+        (
+            {"heads": 2, "of_heads": 4, "scope": "site"},
+            "2 of 4 heads of blocks.2 have logit_std above 25 since step 100; head 3 is farthest with 31.2",
+        ),
         (
             {"heads": 2, "of_heads": 4, "limit": None},
             "2 of 4 heads; head 3 of blocks.2 is the worst: logit_std 31.2",
@@ -82,9 +90,9 @@ def test_the_second_time_it_is_short() -> None:
     [
         ([("a", 0)], None),
         ([("a", 0), ("a", 0)], None),  # one head, twice
-        ([("a", 0), ("a", 1)], "; so have 1 more head."),
+        ([("a", 0), ("a", 1)], "; so has 1 more head."),
         ([("a", 0), ("a", 1), ("b", 0)], "; so have 2 more heads at 2 sites."),
-        ([("a", None), ("b", None)], "; so have 1 more site."),
+        ([("a", None), ("b", None)], "; so has 1 more site."),
         ([("a", None), ("b", None), ("c", None)], "; so have 2 more sites."),
         (
             [(f"blocks.{site}", head) for site in range(48) for head in range(16)],
@@ -93,8 +101,10 @@ def test_the_second_time_it_is_short() -> None:
     ],
 )
 def test_many_are_one_message(places: list[tuple[str, int | None]], words: str | None) -> None:
-    text = message([replace(WIDE, site=site, head=head) for site, head in places])
-    assert (words in text) if words else "so have" not in text
+    text = message(
+        [replace(WIDE, site=site, head=head, scope="site" if head is None else "head") for site, head in places]
+    )
+    assert (words in text) if words else "more" not in text.split("More")[0]
     assert len(text) < 400
 
 
@@ -140,3 +150,18 @@ def test_early_warnings_are_plain_values() -> None:
         "blocks.2",
         "all sites",
     ]
+
+
+def test_places_that_are_not_as_bad_are_counted_apart() -> None:
+    worse = replace(WIDE, value=120.0, limit=100.0)
+    others = [replace(WIDE, head=head) for head in (4, 5)]
+    assert "above 100" in message([worse, *others])
+    assert "; 2 more are beyond a lower limit." in message([worse, *others])
+    assert "; so has 1 more head; 1 more is beyond" in message([worse, replace(worse, head=7), others[0]])
+
+
+def test_sites_and_models_whose_heads_are_counted() -> None:
+    of_site = replace(WIDE, scope="site", heads=2, of_heads=4)
+    assert "; so has 1 more site." in message([of_site, replace(of_site, site="blocks.0", head=1)])
+    of_model = replace(WIDE, scope="model", heads=2, of_heads=4)
+    assert "more" not in message([of_model, replace(of_model, site="blocks.0", head=1)]).split("More")[0]

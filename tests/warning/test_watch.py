@@ -282,7 +282,7 @@ def test_unknown_rules_in_a_state_are_left_out() -> None:
 
 def test_a_state_is_plain() -> None:
     watch = Watch(built_in_rules())
-    for one in course("logit_std", [200.0] * 4):
+    for one in course("logit_std", [2.0, *[200.0] * 4]):
         watch.look(one)
     state = watch.state_dict()
     assert json.loads(json.dumps(state["standings"])) == state["standings"] != []

@@ -10,6 +10,10 @@ _LESS_SHARP = (
 )
 
 
+#: Of fewer heads it cannot be said that many do something.
+_MANY = 4
+
+
 class EntropyCollapse(LimitRule):
     """A head looks at a single key, sinks aside.
 
@@ -63,16 +67,17 @@ class SharpHeads(LimitRule):
             below=limit,
             scope="model",
             share_of_heads=share_of_heads,
+            min_heads=_MANY,
             patience=patience,
             warmup_steps=warmup_steps,
         )
 
 
 class Saturation(LimitRule):
-    """The softmax of most heads passes hardly any gradient on.
+    """The softmax of most heads passes hardly any gradient on, sinks aside.
 
     Args:
-        limit: of `softmax_sensitivity`, from below.
+        limit: of `entropy_without_sink`, from below.
         share_of_heads: of all heads of the model.
         patience: so many snapshots in a row must show it.
         warmup_steps: nothing is said before that step.
@@ -84,14 +89,15 @@ class Saturation(LimitRule):
     remedy = _LESS_SHARP
 
     def __init__(
-        self, limit: float = 0.1, share_of_heads: float = 0.5, patience: int = 2, warmup_steps: int = 0
+        self, limit: float = 0.05, share_of_heads: float = 0.5, patience: int = 2, warmup_steps: int = 0
     ) -> None:
         super().__init__(
             "saturation",
-            "softmax_sensitivity",
+            "entropy_without_sink",
             below=limit,
             scope="model",
             share_of_heads=share_of_heads,
+            min_heads=_MANY,
             severity="critical",
             patience=patience,
             warmup_steps=warmup_steps,
@@ -100,6 +106,9 @@ class Saturation(LimitRule):
 
 class UniformCollapse(LimitRule):
     """All heads still look everywhere alike, long after training began, or do so again.
+
+    It is worth knowing and not a fault by itself: with a long warm-up, or where attention has little to tell, heads
+    stay uniform for long, and small models begin more uniform than wide ones.
 
     Args:
         limit: of `entropy`, from above.
@@ -123,7 +132,9 @@ class UniformCollapse(LimitRule):
             above=limit,
             scope="model",
             share_of_heads=share_of_heads,
+            min_heads=_MANY,
             hysteresis=0.005,
+            severity="info",
             patience=patience,
             warmup_steps=warmup_steps,
         )

@@ -12,15 +12,28 @@ _TAME = (
 )
 
 
+def _severities(given: list[Severity] | None, limits: list[float], usual: list[Severity]) -> Severity | list[Severity]:
+    """What is given; or what is usual, if that is one for each limit."""
+    if given is not None:
+        return given
+    return usual if isinstance(limits, (list, tuple)) and len(limits) == len(usual) else "warning"
+
+
+def _half(limit: float) -> float | None:
+    """Half of a limit; of what is none, which is refused elsewhere, there is no half."""
+    return limit / 2 if isinstance(limit, (int, float)) and limit > 0 else None
+
+
 class LogitSpread(LimitRule):
     """Logits of a head are so far apart that its softmax is all but hard.
 
     It holds `logit_std`, the inverse temperature at which the head works, against limits that healthy runs hardly ever
-    reach. The first was chosen on runs of two small models.
+    reach. The first was chosen on runs of two small models. What was there in the first snapshot is taken off: position
+    biases and finite masks spread logits from the beginning.
 
     Args:
-        limits: of `logit_std`, increasing; one severity for each.
-        severity: how bad each is.
+        limits: of `logit_std`, increasing.
+        severity: how bad each is; by default a warning and critical, or warnings where there are not two.
         patience: so many snapshots in a row must be beyond.
         warmup_steps: nothing is said before that step.
     """
@@ -34,12 +47,18 @@ class LogitSpread(LimitRule):
     def __init__(
         self,
         limits: list[float] = [30.0, 100.0],  # noqa: B006  never changed: it is kept as a tuple
-        severity: list[Severity] = ["warning", "critical"],  # noqa: B006
+        severity: list[Severity] | None = None,
         patience: int = 2,
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(
-            "logit_spread", "logit_std", above=limits, severity=severity, patience=patience, warmup_steps=warmup_steps
+            "logit_spread",
+            "logit_std",
+            above=limits,
+            without_start=True,
+            severity=_severities(severity, limits, ["warning", "critical"]),
+            patience=patience,
+            warmup_steps=warmup_steps,
         )
 
 
@@ -48,8 +67,10 @@ class LogitGrowth(TrendRule):
 
     Args:
         limit: of `logit_std`.
-        beyond: only heads that have come so far are looked at: all grow fast at first, from next to nothing.
-        horizon: within so many steps.
+        beyond: only heads that have come so far are looked at: all grow fast at first, from next to nothing. ``None``
+            for half of the limit.
+        horizon: within so many steps; ``None`` for a quarter of what the window spans, at whatever cadence: to look
+            farther ahead alarms on more healthy runs.
         window: the newest snapshots that the trend is taken of.
         patience: so many snapshots in a row must predict it.
         warmup_steps: nothing is said before that step.
@@ -64,8 +85,8 @@ class LogitGrowth(TrendRule):
     def __init__(
         self,
         limit: float = 30.0,
-        beyond: float | None = 15.0,
-        horizon: int = 20,
+        beyond: float | None = None,
+        horizon: int | None = None,
         window: int = 10,
         patience: int = 2,
         warmup_steps: int = 0,
@@ -74,7 +95,8 @@ class LogitGrowth(TrendRule):
             "logit_growth",
             "logit_std",
             above=limit,
-            beyond=beyond,
+            beyond=_half(limit) if beyond is None else beyond,
+            without_start=True,
             horizon=horizon,
             window=window,
             patience=patience,
@@ -90,8 +112,8 @@ class LogitLevel(LimitRule):
     (Wortsman et al. 2023, arXiv:2309.14322).
 
     Args:
-        limits: of `max_logit`, increasing; one severity for each.
-        severity: how bad each is.
+        limits: of `max_logit`, increasing.
+        severity: how bad each is; by default worth knowing up to 1000, and warnings where there are not four.
         patience: so many snapshots in a row must be beyond.
         warmup_steps: nothing is said before that step.
     """
@@ -102,12 +124,17 @@ class LogitLevel(LimitRule):
     def __init__(
         self,
         limits: list[float] = [30.0, 100.0, 1e3, 1e4],  # noqa: B006
-        severity: list[Severity] = ["info", "info", "warning", "critical"],  # noqa: B006
+        severity: list[Severity] | None = None,
         patience: int = 2,
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(
-            "logit_level", "max_logit", above=limits, severity=severity, patience=patience, warmup_steps=warmup_steps
+            "logit_level",
+            "max_logit",
+            above=limits,
+            severity=_severities(severity, limits, ["info", "info", "warning", "critical"]),
+            patience=patience,
+            warmup_steps=warmup_steps,
         )
 
 

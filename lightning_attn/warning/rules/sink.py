@@ -26,7 +26,7 @@ class SinkTakeover(LimitRule):
     )
 
     def __init__(
-        self, limit: float = 0.9, share_of_heads: float = 0.8, patience: int = 3, warmup_steps: int = 0
+        self, limit: float = 0.95, share_of_heads: float = 0.95, patience: int = 3, warmup_steps: int = 0
     ) -> None:
         super().__init__(
             "sink_takeover",
@@ -34,6 +34,7 @@ class SinkTakeover(LimitRule):
             above=limit,
             scope="model",
             share_of_heads=share_of_heads,
+            min_heads=4,
             patience=patience,
             warmup_steps=warmup_steps,
         )

@@ -26,7 +26,7 @@ class PositionalTransition(Rule):
         window: the newest snapshots that are looked at.
     """
 
-    meaning = "The head has changed what it attends by, which is what learning looks like."
+    meaning = "The head has changed what it attends by, which is what learning looks like (1: position, 0: content)."
     remedy = "nothing: it is an event and not a fault"
 
     min_change: float
@@ -57,13 +57,10 @@ class PositionalTransition(Rule):
         for number, place in enumerate(changed):
             values_T = series.values_TP[:, place]
             found = self._transition(steps_T, values_T) if (number - turn) % turns == 0 else None
-            yield Sign(
-                series.places[place],
-                "positional_share",
-                float(values_T[-1]),
-                found.before if found else None,
-                grade=1 if found else 0,
-            )
+            if found:
+                yield Sign(series.places[place], "positional_share", found.after, since=found.step, slope=0.0)
+            else:
+                yield Sign(series.places[place], "positional_share", float(values_T[-1]), grade=0)
 
     def _changed(self, values_TP: Array) -> list[int]:
         """Where the two ends of the series differ by half of what is asked for."""
