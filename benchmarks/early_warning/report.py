@@ -98,7 +98,8 @@ def _draw_family(panel: Axes, family: str, scores: Sequence[Scored]) -> None:
     panel.set_xlabel("final loss (log scale)", fontsize=11.5)
     panel.minorticks_off()
     low, high = panel.get_xlim()
-    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 1, 1.5, 2, 2.3, 2.6, 3, 3.5) if low <= tick <= high]
+    known = (0.1, 0.2, 0.3, 0.5, 1, 2, 5) if high > 3 * low else (1.6, 1.8, 2, 2.3, 2.6, 3, 3.5)
+    ticks = [tick for tick in known if low <= tick <= high]
     panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
 
 
