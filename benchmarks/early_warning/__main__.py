@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from report import by_detector, by_setting, draw, seeds
 from scoring import DETECTORS, scored
-
-from runs import Runs
+from training_runs import Runs
 
 #: The defaults of the rules were chosen on the tuning seeds, and are judged on the others. Those from 101 on were to
 #: judge a first choice, which alarmed on too many healthy runs, and have been for tuning since.

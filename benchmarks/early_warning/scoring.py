@@ -8,9 +8,9 @@ from statistics import median
 from typing import Literal
 
 from settings import FAMILIES
+from training_runs import Run
 
 from lightning_attn.warning import Watch, built_in_rules
-from runs import Run
 
 #: Says when it first raised an alarm in a run; ``None`` where it never did.
 Detector = Callable[[Run], "int | None"]

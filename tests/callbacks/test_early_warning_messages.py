@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +15,7 @@ from models import LanguageModel, fit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_attn import AttentionEarlyWarning
+from lightning_attn.callbacks import warning_log
 
 BEGIN = "AttentionEarlyWarning. "
 
@@ -27,20 +26,11 @@ def _runs_write_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def log() -> Iterator[list[str]]:
-    """What goes to the log."""
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is given to Lightning to be logged."""
     messages: list[str] = []
-
-    class Keeps(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    # Lightning's own function logs under the name of the module that it lies in.
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Keeps()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield messages
-    logger.removeHandler(handler)
+    monkeypatch.setattr(warning_log, "rank_zero_info", messages.append)
+    return messages
 
 
 def early_warning(*rules: Any, **arguments: Any) -> AttentionEarlyWarning:
