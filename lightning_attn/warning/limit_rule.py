@@ -40,8 +40,8 @@ class LimitRule(Rule):
             together.
         share_of_heads: heads together are beyond the limit if so large a share of them is; ``None`` if their mean is.
         min_heads: heads together are none if there are fewer: one sharp head of two is not the sharpness of a model.
-        without_start: take off what the statistic was in the first snapshot, for spreads: a position bias spreads
-            logits from the beginning, and is no growth.
+        without_start: take off twice what the statistic was in the first snapshot, where that was a tenth of the limit
+            or more. A position bias spreads logits from the beginning, the more the longer a batch is: that is no growth.
         hysteresis: how far within the (first) limit the value must come back to be warned of anew, as a share of the
             limit; of a limit of 0 there is no share, so that coming back is enough.
         severity: how bad it is; one for each limit where there are several.
@@ -141,7 +141,8 @@ class LimitRule(Rule):
         else:
             values_P = series.last_P
         if self.share_of_heads is None:
-            return self._of_each(series, values_P)
+            told_P = record.series(self.statistic).averaged(self.scope).last_P if self.without_start else values_P
+            return self._of_each(series, values_P, told_P)
         return self._of_many(series, values_P, self.share_of_heads)
 
     @property
@@ -149,7 +150,7 @@ class LimitRule(Rule):
         """What the values of the signs are."""
         return self.statistic if self.quantity == "value" else f"{self.statistic} per 100 steps"
 
-    def _of_each(self, series: Series, values_P: Array) -> Iterator[Sign]:
+    def _of_each(self, series: Series, values_P: Array, told_P: Array) -> Iterator[Sign]:
         beyond_LP = self._beyond(values_P)
         grades_P = beyond_LP[1:].sum(axis=0)
         beyond = np.flatnonzero(beyond_LP[0])
@@ -159,7 +160,7 @@ class LimitRule(Rule):
             Sign,
             places,
             repeat(self._told),
-            values_P[beyond].tolist(),
+            told_P[beyond].tolist(),
             limits_P.tolist(),
             grades_P[beyond].tolist(),
         )

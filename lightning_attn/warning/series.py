@@ -72,19 +72,19 @@ class Series:
         values_TP = np.stack(means, axis=1) if means else np.empty((len(self.steps_T), 0))
         return Series(self.steps_T, values_TP, list(groups))
 
-    def without(self, spread_P: Array, least: float) -> Series:
-        r"""Spreads without one that was there from the beginning: :math:`\sqrt{v^2 - v_0^2}`, since variances add up.
+    def without(self, start_P: Array, least: float) -> Series:
+        """Values above twice what was there at the start: what begins large, and varies, has not grown by that.
 
         Args:
-            spread_P: what was there, NaN where nothing is known.
-            least: what is less is left in, lest growth from next to nothing seem to begin at nothing.
+            start_P: what was there, NaN where nothing is known.
+            least: what is less is left alone.
         """
-        is_taken_P = np.isfinite(spread_P) & (spread_P >= least)
-        if not is_taken_P.any():
+        is_large_P = np.isfinite(start_P) & (start_P >= least)
+        if not is_large_P.any():
             return self
         with np.errstate(over="ignore", invalid="ignore"):
-            left_TP = np.sqrt(np.maximum(self.values_TP**2 - spread_P**2, 0.0))
-        return Series(self.steps_T, np.where(is_taken_P, left_TP, self.values_TP), self.places)
+            grown_TP = np.maximum(self.values_TP - 2 * start_P, 0.0)
+        return Series(self.steps_T, np.where(is_large_P, grown_TP, self.values_TP), self.places)
 
 
 class Record:

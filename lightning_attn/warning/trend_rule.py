@@ -28,7 +28,7 @@ class TrendRule(Rule):
         below: the limit that is going to be crossed from above. Either ``above`` or ``below`` is given.
         beyond: only what has come so far is looked at: most of what grows from next to nothing levels off. ``None`` for
             all.
-        without_start: take off what the statistic was in the first snapshot; see `LimitRule`.
+        without_start: take off twice what the statistic was in the first snapshot; see `LimitRule`.
         horizon: within so many steps; ``None`` for a quarter of what the window spans, at whatever cadence.
         window: the newest snapshots that the trend is taken of.
         scope: each head by itself, or the mean of each site or of the model.
@@ -120,15 +120,16 @@ class TrendRule(Rule):
         worth = np.flatnonzero(beyond_P | may_cross(steps_T, values_TP, self.limit, 2 * horizon))
         nearest = worth[self._order(steps_T, values_TP[:, worth])]
         places, values = [series.places[place] for place in nearest.tolist()], series.last_P[nearest].tolist()
+        told = record.series(self.statistic).averaged(self.scope).last_P[nearest].tolist()
         closely, others = nearest[:_MOST_FORECASTS], nearest[_MOST_FORECASTS:]
         found = forecasts(steps_T, values_TP[:, closely], self.limit) + self._straight(steps_T, values_TP[:, others])
-        for place, value, known in zip(places, values, found, strict=True):
+        for place, value, seen, known in zip(places, values, told, found, strict=True):
             is_far = self.beyond is None or sense * value > sense * self.beyond
             if is_far and known and sense * known.slope > 0 and known.step - record.step <= horizon:
                 crossing = int(np.ceil(known.step))
-                yield Sign(place, self.statistic, value, self.limit, slope=known.slope, predicted_step=crossing)
+                yield Sign(place, self.statistic, seen, self.limit, slope=known.slope, predicted_step=crossing)
             else:
-                yield Sign(place, self.statistic, value, self.limit, grade=0)
+                yield Sign(place, self.statistic, seen, self.limit, grade=0)
 
     def _horizon(self, steps_T: Array) -> float:
         """So many steps ahead: by default a quarter of what the window spans when it is full."""

@@ -199,11 +199,11 @@ def test_growth_of_very_many_heads_is_told_of_all() -> None:
 
 
 def test_what_a_position_bias_spreads_is_no_growth() -> None:
-    """The logits of a head with ALiBi are spread from the beginning."""
-    biased = [of_heads(1, 74.0, 2)] * 20
+    """The logits of a head with ALiBi are spread from the beginning, the more the longer a batch is."""
+    biased = [of_heads(1, 74.0, 2), of_heads(1, 37.0, 2), of_heads(1, 140.0, 2)] * 7
     assert warned([LogitSpread(), LogitGrowth()], run("logit_std", biased)) == []
-    found = warned(LogitSpread(), run("logit_std", [*biased, *[of_heads(1, (74**2 + 40**2) ** 0.5, 2)] * 5]))
-    assert [(warning.place, round(warning.value)) for warning in found] == [("blocks.0 #0", 40)]
+    found = warned(LogitSpread(), run("logit_std", [*biased, *[of_heads(1, 2 * 74.0 + 40.0, 2)] * 5]))
+    assert [(warning.place, round(warning.value)) for warning in found] == [("blocks.0 #0", 188)]
 
 
 @pytest.mark.parametrize("rule", [SharpHeads(), Saturation(), SinkTakeover(), UniformCollapse()])

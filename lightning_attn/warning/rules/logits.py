@@ -28,8 +28,8 @@ class LogitSpread(LimitRule):
     """Logits of a head are so far apart that its softmax is all but hard.
 
     It holds `logit_std`, the inverse temperature at which the head works, against limits that healthy runs hardly ever
-    reach. The first was chosen on runs of two small models. What was there in the first snapshot is taken off: position
-    biases and finite masks spread logits from the beginning.
+    reach. The first was chosen on runs of two small models. Twice what was there in the first snapshot is taken off:
+    position biases and finite masks spread logits from the beginning.
 
     Args:
         limits: of `logit_std`, increasing.
