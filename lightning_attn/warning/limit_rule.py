@@ -41,7 +41,7 @@ class LimitRule(Rule):
         share_of_heads: heads together are beyond the limit if so large a share of them is; ``None`` if their mean is.
         min_heads: heads together are none if there are fewer: one sharp head of two is not the sharpness of a model.
         without_start: take off twice what the statistic was in the first snapshot, where that was a tenth of the limit
-            or more. A position bias spreads logits from the beginning, the more the longer a batch is: that is no growth.
+            or more. A position bias spreads logits from the beginning, more in longer batches: that is no growth.
         hysteresis: how far within the (first) limit the value must come back to be warned of anew, as a share of the
             limit; of a limit of 0 there is no share, so that coming back is enough.
         severity: how bad it is; one for each limit where there are several.
