@@ -147,8 +147,8 @@ class LogitPrecision(LimitRule):
     and from 3e7 on in float32.
 
     Args:
-        limits: of `logit_spacing`, increasing; one severity for each.
-        severity: how bad each is.
+        limits: of `logit_spacing`, increasing.
+        severity: how bad each is; by default warnings.
         patience: so many snapshots in a row must be beyond.
         warmup_steps: nothing is said before that step.
     """
@@ -165,7 +165,7 @@ class LogitPrecision(LimitRule):
     def __init__(
         self,
         limits: list[float] = [3.0],  # noqa: B006
-        severity: list[Severity] = ["warning"],  # noqa: B006
+        severity: list[Severity] | None = None,
         patience: int = 2,
         warmup_steps: int = 0,
     ) -> None:
@@ -173,7 +173,7 @@ class LogitPrecision(LimitRule):
             "logit_precision",
             "logit_spacing",
             above=limits,
-            severity=severity,
+            severity=_severities(severity, limits, ["warning"]),
             patience=patience,
             warmup_steps=warmup_steps,
         )
