@@ -141,7 +141,9 @@ class LimitRule(Rule):
         else:
             values_P = series.last_P
         if self.share_of_heads is None:
-            told_P = record.series(self.statistic).averaged(self.scope).last_P if self.without_start else values_P
+            told_P = values_P
+            if self.without_start and self.quantity == "value":  # what was seen, not what is left of it
+                told_P = record.series(self.statistic).averaged(self.scope).last_P
             return self._of_each(series, values_P, told_P)
         return self._of_many(series, values_P, self.share_of_heads)
 

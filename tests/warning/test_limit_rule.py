@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapshot_series import course, record, snapshot
+from snapshot_series import course, record, snapshot, warned
 
 from lightning_attn.warning import LimitRule, Place, Sign
 
@@ -171,3 +171,10 @@ def test_an_unknown_statistic(statistic: Any) -> None:
 def test_a_rule_needs_a_name(name: Any) -> None:
     with pytest.raises(ValueError, match=f"`name` must be .* got {name!r}"):
         LimitRule(name, "max_logit", above=1)
+
+
+def test_a_rate_is_told_as_a_rate_whatever_is_taken_off() -> None:
+    rising = LimitRule("rising", "logit_std", above=20.0, quantity="rate", without_start=True, patience=1)
+    found = warned(rising, course("logit_std", [5.0 + 3 * n for n in range(12)]))
+    # What is above 10 is 0, 1, 4, 7, 10 in the first five snapshots that rise fast enough.
+    assert [(warning.statistic, round(warning.value)) for warning in found] == [("logit_std per 100 steps", 26)]
