@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import cast
@@ -13,6 +13,7 @@ from torch import nn
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture, Compiled
 from lightning_attn.capture.isolation import compiled_modules
+from lightning_attn.capture.met import Met
 from lightning_attn.capture.module_tree import parameters_of
 from lightning_attn.capture.report import SiteFaults, warn_of_compiled, warn_of_nothing
 from lightning_attn.capture.sites import SiteNames
@@ -85,6 +86,8 @@ class AttentionObserver:
         self._saw_attention = False
         self._in_pieces: set[str] = set()
         self._faults = SiteFaults()
+        #: Called with each module that is seen computing attention, once it returns; ``None`` for nobody.
+        self.receive_module: Callable[[Met], None] | None = None
         #: Joins the ranks' sums with every snapshot.
         self.reduction = RankReduction(process_group)
 
@@ -103,6 +106,7 @@ class AttentionObserver:
             max_sequences=self.request.max_sequences,
             with_values=self.request.needs_values,
             receive_states=self._take_states if self.request.needs_states else None,
+            receive_module=self.receive_module,
             compiled=self.request.compiled,
             strict=self.request.strict,
             faults=self._faults,

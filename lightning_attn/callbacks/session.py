@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
+from lightning_attn.capture.met import Met
 from lightning_attn.observer import AttentionObserver
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
@@ -34,6 +35,7 @@ class CaptureSession:
         self._request: Request | None = None
         self._snapshot: Snapshot | None = None
         self._unwatch: Callable[[], None] | None = None
+        self._receivers: list[Callable[[Met], None]] = []
         #: How many steps were to be watched.
         self.watched_steps = 0
         #: A number of each request for the step; after `collect` the largest of all ranks.
@@ -48,7 +50,13 @@ class CaptureSession:
         return session
 
     def request(
-        self, trainer: pl.Trainer, model: pl.LightningModule, request: Request, step: Step, number: float = 0.0
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        request: Request,
+        step: Step,
+        number: float = 0.0,
+        receive_module: Callable[[Met], None] | None = None,
     ) -> int:
         """Have the next step watched.
 
@@ -58,10 +66,13 @@ class CaptureSession:
             request: what is wanted.
             step: which step is watched.
             number: a number of which the largest of all ranks is wanted: it travels with the capture.
+            receive_module: called with each module that computes attention in the step, if anybody asks.
 
         Returns:
             The place of that number in `numbers`.
         """
+        if receive_module is not None:
+            self._receivers.append(receive_module)
         if self._request is not None:  # another callback was first
             self._request |= request
             self.numbers.append(number)
@@ -87,6 +98,7 @@ class CaptureSession:
         if self._snapshot is None:
             assert self._observer is not None and self._request is not None
             self._observer.request, self._request = self._request, None
+            self._receivers.clear()
             self._observer.reduction.numbers = self.numbers
             self._snapshot = self._observer.snapshot(step)
             self.numbers = self._observer.reduction.numbers
@@ -100,8 +112,13 @@ class CaptureSession:
         """Give up a step that was to be watched and never ended."""
         self._restore()
         self._request = None
+        self._receivers.clear()
         if self._observer is not None:
             self._observer.forget()
+
+    def _met(self, met: Met) -> None:
+        for receive in self._receivers:
+            receive(met)
 
     def _watch(self, trainer: pl.Trainer, name: Step, observer: AttentionObserver) -> None:
         strategy = trainer.strategy
@@ -121,6 +138,7 @@ class CaptureSession:
             if self._request is None:
                 return original(*args, **kwargs)
             observer.request = self._request
+            observer.receive_module = self._met if self._receivers else None
             with observer:
                 return original(*args, **kwargs)
 

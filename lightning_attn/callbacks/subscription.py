@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_attn.callbacks.session import CaptureSession, Step
 from lightning_attn.callbacks.trainer_steps import logger_step
+from lightning_attn.capture.met import Met
 from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 
@@ -28,9 +30,17 @@ class Subscription:
         self.number = 0.0
         self._place = 0
 
-    def open(self, trainer: pl.Trainer, model: pl.LightningModule, step: Step, number: float = 0.0) -> None:
+    def open(
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        step: Step,
+        number: float = 0.0,
+        receive_module: Callable[[Met], None] | None = None,
+    ) -> None:
         """Have the next step watched; see `CaptureSession.request`."""
-        self._place = CaptureSession.of(trainer).request(trainer, model, self.request, step, number)
+        session = CaptureSession.of(trainer)
+        self._place = session.request(trainer, model, self.request, step, number, receive_module)
         self.is_open = True
 
     def collect(self, trainer: pl.Trainer) -> Snapshot:

@@ -28,8 +28,10 @@ from lightning_attn.capture.isolation import (
     in_function_transform,
     is_written_down,
     isolated,
+    unheard,
     unnoticed_by_fast_paths,
 )
+from lightning_attn.capture.met import Met
 from lightning_attn.capture.opaque import Scripts, name_of_opaque, opaque_calls
 from lightning_attn.capture.reader import Sampling, interceptors, readers
 from lightning_attn.capture.refusals import (
@@ -91,6 +93,7 @@ class Capture:
         with_values: whether the calls hold their values.
         receive_states: called with the hidden states around each module that computed attention, once it returns;
             ``None`` where nobody asks for them.
+        receive_module: called with each module that computed attention, once it returns; ``None`` where nobody asks.
         compiled: ``"eager"`` runs compiled modules eagerly; ``"skip"`` leaves them alone, and sees nothing of them.
         strict: raise a fault instead of reporting it.
         faults: what went wrong in earlier captures; sites that failed are left alone.
@@ -105,6 +108,7 @@ class Capture:
         max_sequences: int | None = None,
         with_values: bool = False,
         receive_states: Callable[[HiddenStates], None] | None = None,
+        receive_module: Callable[[Met], None] | None = None,
         compiled: Compiled = "eager",
         strict: bool = False,
         faults: SiteFaults | None = None,
@@ -115,6 +119,7 @@ class Capture:
         self._max_sequences = max_sequences
         self._with_values = with_values
         self._receive_states = receive_states
+        self._receive_module = receive_module
         self._compiled = compiled
         self._strict = strict
         self._faults = SiteFaults() if faults is None else faults
@@ -140,13 +145,14 @@ class Capture:
         self._heads = HeadTrail(self._model) if ranks_may_share() else None
         self._follower = SoftmaxFollower(Walk(self._model, self._names, self._found, self._channels))
         self._attended: dict[nn.Module, Attended] = {}
+        self._attending: dict[nn.Module, str] = {}
         self._told = ToldAttention()
         self._scripts = Scripts()
         self._running.enter_context(eager() if self._compiled == "eager" else compiling_nothing())
         for intercept in interceptors():
             self._running.enter_context(intercept(self))
-        if self._receive_states is not None:
-            self._running.enter_context(after_every_module(self._see_states))
+        if self._receive_states is not None or self._receive_module is not None:
+            self._running.enter_context(after_every_module(self._see_return))
         self._running.enter_context(opaque_calls(self._hear))
         self._running.enter_context(unnoticed_by_fast_paths())
         self._running.enter_context(SeeingMode(self._see))
@@ -157,7 +163,7 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_running = False
-        self._attended = {}
+        self._attended, self._attending = {}, {}
         self._running.close()
         self._follower, self._channels = None, ChannelTrail()
         self._heads, self._operands = None, ()
@@ -304,7 +310,7 @@ class Capture:
 
     def _hand_on(self, module: nn.Module, sighting: Sighting) -> bool:
         """Read a call of a site and hand it on, unless the model told of it before; whether it was."""
-        device = sighting.device()
+        device, site = sighting.device(), self._names[module]
         if in_function_transform():
             raise UnreadableError(
                 "it runs inside a torch.func transform (vmap, grad, …), where single calls cannot be told apart; "
@@ -323,6 +329,8 @@ class Capture:
             elif self._told.is_known(sighting.modules, call):
                 return False
             self._receive(call)
+            if self._receive_module is not None:
+                self._attending[module] = site
             if self._receive_states is not None and sighting.states is not None:
                 self._receive_states(sighting.states(sampling))
             elif self._receive_states is not None and module not in self._attended:
@@ -372,10 +380,14 @@ class Capture:
         is_of_all_tokens = call.is_of_all_tokens or any(tokens and call.queries % tokens == 0 for tokens in given)
         return replace(call, share=share, is_of_all_tokens=is_of_all_tokens)
 
-    def _see_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _see_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Look at a module that returns: whether it computed attention, and what entered and left it."""
         if is_written_down(output):
             return
+        site = self._attending.pop(module, None)
+        if site is not None and self._receive_module is not None and not in_backward():
+            with self._reporting(site), unheard():
+                self._receive_module(Met.of(site, module, args, kwargs))
         attended = self._attended.pop(module, None)
         if attended is None or self._receive_states is None or in_backward() or attended.site in self._faults.quiet:
             return

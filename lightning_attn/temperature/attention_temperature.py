@@ -1,0 +1,226 @@
+"""The temperatures of a model's attention, site by site and head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.isolation import compiled_modules
+from lightning_attn.capture.met import Met
+from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.joined_ranks import WhoJoins
+from lightning_attn.temperature.agreement import Finding, agreed
+from lightning_attn.temperature.layouts import guesses, likely
+from lightning_attn.temperature.projection import QueryProjection
+from lightning_attn.temperature.proof import NotNowError, Proven, Replay, prove
+from lightning_attn.temperature.refusals import NOT_FOUND, refusal
+from lightning_attn.temperature.sharded import unsharded
+from lightning_attn.temperature.site_temperature import SiteTemperature
+
+Surrounding = Callable[[], AbstractContextManager[object]]
+
+
+class AttentionTemperature:
+    """Divides the queries of every head by a temperature of its own: ``softmax(Q Kᵀ / (τ √d) + bias) V``.
+
+    It needs no Trainer. Where the queries of a site are made is found from its modules and proven by running them again
+    as they were met in a forward pass (`find`). While it is attached the parameters are what is trained, and state
+    dicts are those of an ordinary model that computes the same; when it is detached, the model is that model.
+
+    Args:
+        model: the model.
+        sites: glob patterns over `named_modules()` names; ``None`` for all.
+        process_group: with which ranks the same must be found; see `AttentionObserver`.
+
+    Raises:
+        ValueError: if a pattern matches no module of the model.
+
+    Example:
+        >>> layer = nn.MultiheadAttention(16, num_heads=2, batch_first=True)
+        >>> tokens = torch.randn(3, 5, 16)
+        >>> temperature = AttentionTemperature(layer)
+        >>> temperature.find(lambda: layer(tokens, tokens, tokens))
+        >>> temperature.set_temperatures("(root)", [1.0, 4.0])
+        >>> hot, _ = layer(tokens, tokens, tokens)
+        >>> temperature.detach()
+        >>> torch.allclose(hot, layer(tokens, tokens, tokens)[0], atol=1e-6)
+        True
+    """
+
+    def __init__(
+        self, model: nn.Module, sites: str | Sequence[str] | None = None, process_group: WhoJoins = None
+    ) -> None:
+        self.model = model
+        self._patterns = SitePatterns(sites)
+        self._patterns.check(SiteNames(model))
+        self._process_group = process_group
+        self._copies: list[nn.Module] = []
+        #: The sites whose temperatures can be set.
+        self.sites: dict[str, SiteTemperature] = {}
+        #: Why the temperatures of other sites cannot be.
+        self.refused: dict[str, str] = {}
+        #: The sites whose projection is a guess still.
+        self.guessed: set[str] = set()
+
+    def __getitem__(self, site: str) -> list[float]:
+        """The temperature of each head of a site."""
+        return self.sites[site].temperatures
+
+    def set_temperatures(self, site: str, temperatures: float | Sequence[float]) -> None:
+        """Change the temperatures of a site: one for all its heads, or one for each.
+
+        Raises:
+            KeyError: if its temperatures cannot be set.
+            ValueError: if they are not positive, or not as many as the site can have.
+        """
+        held = self.sites[site]
+        given = torch.as_tensor(temperatures, dtype=torch.float64)
+        count = len(held.log_temperatures)
+        if given.dim() and len(given) != count:
+            raise ValueError(f"`temperatures` of {site!r} must be one number or {count} of them, got {len(given)}.")
+        if not bool((given > 0).all() & given.isfinite().all()):
+            raise ValueError(f"`temperatures` must be positive and finite, got {temperatures!r}.")
+        held.set(given.log().expand(count).clone())
+
+    def find(self, run: Callable[[], Any]) -> None:
+        """Find where the queries of every site are made, and attach to it.
+
+        Args:
+            run: runs the model forward.
+        """
+        met: dict[str, Met] = {}
+        capture = Capture(
+            self.model,
+            lambda call: None,
+            sites=self._patterns,
+            max_sequences=1,
+            receive_module=lambda one: met.update({one.site: one}),
+        )
+        with capture:
+            run()
+        self.find_among(met)
+
+    def find_among(self, met: Mapping[str, Met], surrounding: Surrounding = ExitStack) -> set[str]:
+        """Find where the queries of sites are made that were met, and attach to it.
+
+        Every rank must come, with the sites that it has met.
+
+        Args:
+            met: the modules by their sites.
+            surrounding: makes the context in which they run again, as of their precision.
+
+        Returns:
+            The sites whose queries cannot be told now, since they are zero, but may be later.
+        """
+        wanted = [
+            found
+            for site, found in met.items()
+            if self._patterns.match(site) and (site not in self.sites or site in self.guessed)
+        ]
+        former = {site: self.sites[site].log_temperatures for site in self.guessed}
+        for held in map(self.sites.__getitem__, self.guessed):
+            held.set(torch.zeros_like(held.log_temperatures))
+        names = _paths(self.model)
+        found = agreed({one.site: self._search(one, names, surrounding) for one in wanted}, self._process_group)
+        for site in self.guessed:
+            self.sites.pop(site).detach()
+        self.guessed.clear()
+        for site, finding in found.items():
+            if finding.projection is None:
+                self.refused[site] = finding.reason
+                continue
+            try:
+                projection = QueryProjection.from_dict(finding.projection, self.model)
+            except AttributeError:  # it is another rank's, as in a pipeline
+                continue
+            self.refused.pop(site, None)
+            self._add(SiteTemperature(site, Proven(projection, finding.bias_std)))
+            if site in former:
+                held = self.sites[site]
+                held.set(former[site].mean().expand_as(held.log_temperatures).clone())
+        return {site for site, finding in found.items() if finding.is_for_later}
+
+    def guess(self) -> None:
+        """Attach to what very probably makes the queries of modules, before any has run.
+
+        It serves temperatures that all heads share, for the steps until `find` proves what is true.
+        """
+        names = SiteNames(self.model)
+        paths = _paths(self.model)
+        for module in paths:
+            site = names[module]
+            projection = likely(module, paths) if self._patterns.match(site) and site not in self.sites else None
+            if projection is not None and refusal(projection, self.model) is None:
+                self.guessed.add(site)
+                self._add(SiteTemperature(site, Proven(projection, torch.zeros(projection.temperatures))))
+
+    def follow(self, copies: Sequence[nn.Module]) -> None:
+        """Have the state dicts of other models folded as well, which are averages of this one."""
+        self._copies = list(copies)
+
+    def detach(self) -> None:
+        """Write the temperatures into the parameters, and leave nothing behind on the model."""
+        for held in self.sites.values():
+            held.detach()
+        self.sites.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes on with the temperatures after a restart, to the last digit; all ranks must ask."""
+        return {site: held.state_dict() for site, held in self.sites.items() if site not in self.guessed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on with temperatures whose model has been loaded.
+
+        Returns:
+            The sites whose weights are not those that belong to the temperatures; theirs are one.
+        """
+        others = []
+        for site, of_site in state.items():
+            if site not in self.sites:
+                try:
+                    self._add(SiteTemperature.from_state(site, of_site, self.model))
+                except AttributeError:  # another model
+                    others.append(site)
+                    continue
+            if not self.sites[site].load_state_dict(of_site):
+                others.append(site)
+        return others
+
+    def _add(self, held: SiteTemperature) -> None:
+        if not self.sites and compiled_modules(self.model):
+            torch.compiler.reset()  # what was compiled before would never call a hook
+        self.sites[held.site] = held
+        held.attach(self._copies)
+
+    def _search(self, met: Met, names: dict[nn.Module, str], surrounding: Surrounding) -> Finding:
+        """Look for what makes the queries of a site that was met."""
+        refusals: list[str] = []
+
+        def allowed(heads: int, width: int | None) -> Iterator[QueryProjection]:
+            for guess in guesses(met.module, names, heads, width):
+                reason = refusal(guess, self.model)
+                if reason is None:
+                    yield guess
+                elif reason not in refusals:
+                    refusals.append(reason)
+
+        try:
+            with surrounding(), unsharded(met.module, self.model):
+                proven = prove(allowed, Replay(met))
+        except NotNowError as error:
+            return Finding(reason=str(error), is_for_later=True)
+        except Exception as error:
+            return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
+        if proven is None:
+            return Finding(reason="; ".join(refusals) or NOT_FOUND)
+        return Finding(proven.projection.to_dict(), proven.bias_std)
+
+
+def _paths(model: nn.Module) -> dict[nn.Module, str]:
+    """The names of a model's modules as they are, wrappers and all: by these they are found again."""
+    return {module: name for name, module in model.named_modules()}

@@ -1,0 +1,261 @@
+"""Proving that a projection makes the queries of a site, and nothing else, by running the site's module again.
+
+A head's queries are multiplied by a number, and its logits have to be multiplied by it too: what a bias or a mask adds
+stays. Shape suffixes as in `lightning_attn.capture.call`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_attn.capture.call import AttentionCall
+from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.met import Met
+from lightning_attn.capture.sites import SitePatterns
+from lightning_attn.temperature.projection import QueryProjection, multiplier_dtype
+from lightning_attn.temperature.scaling import scale
+
+#: So many rows of the attention matrix are looked at, the last ones, and so many sequences.
+_ROWS, _SEQUENCES = 64, 2
+#: By how much a logit may be off, as a share of the largest.
+_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_EXACT = 1e-4
+
+
+class Replay:
+    """Runs a module again as it was met, and sees the attention that it computes.
+
+    Nothing is left of it: no gradient, no drawn number, no key in a cache.
+
+    Args:
+        met: the module.
+    """
+
+    def __init__(self, met: Met) -> None:
+        self._met = met
+        self._kwargs = {name: None if _is_cache(value) else value for name, value in met.kwargs.items()}
+
+    def __call__(self) -> list[AttentionCall]:
+        """The attention calls that the module makes."""
+        calls: list[AttentionCall] = []
+        module = self._met.module
+        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+        capture = Capture(
+            module,
+            calls.append,
+            sites=SitePatterns(None),
+            max_sequences=_SEQUENCES,
+            with_values=True,
+            strict=True,
+        )
+        with torch.random.fork_rng(list(devices)), torch.no_grad(), capture:
+            module(*self._met.args, **self._kwargs)
+        return calls
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What a proof has found.
+
+    Args:
+        projection: what makes the queries.
+        bias_std: (H,) of all heads of the site: how far what a bias adds to a head's logits deviates, centred row by row;
+            NaN for a head that another rank has.
+    """
+
+    projection: QueryProjection
+    bias_std: Tensor
+
+
+class NotNowError(Exception):
+    """The site computes nothing now from which its queries could be told."""
+
+
+def prove(guesses: Callable[[int, int | None], Iterable[QueryProjection]], replay: Replay) -> Proven | None:
+    """Find which of several projections makes the queries of a site; ``None`` if none does.
+
+    Args:
+        guesses: makes the projections, of the number of heads and the width of a query, ``None`` where it is not known.
+        replay: runs the site's module.
+
+    Raises:
+        NotNowError: if the site makes no call, or all its queries are zero.
+    """
+    plain = replay()
+    if not plain:
+        raise NotNowError("it computed no attention when it was run again")
+    if not all(bool(_logits(call).isfinite().all()) for call in plain):
+        raise NotNowError("its logits are not finite")
+    first = plain[0]
+    heads = len(plain) if first.heads == 1 else first.heads
+    if first.share is not None:
+        heads = first.share.of_heads(first.heads)[1]
+    width = first.query.shape[-1] or None
+    tolerance = _TOLERANCE.get(first.query.dtype, _EXACT)
+    is_zero = True
+    for projection in guesses(heads, width):
+        proof = _Proof(projection, replay, plain, heads, tolerance)
+        if proof.holds():
+            return Proven(projection, proof.bias_std())
+        is_zero &= proof.is_of_zeros
+    if is_zero and all(bool((_logits(call) == 0).all()) for call in plain):
+        raise NotNowError("all its queries are zero")
+    return None
+
+
+class _Proof:
+    """The trial of one projection."""
+
+    def __init__(
+        self, projection: QueryProjection, replay: Replay, plain: Sequence[AttentionCall], heads: int, tolerance: float
+    ) -> None:
+        self._projection, self._replay, self._plain = projection, replay, plain
+        self._heads, self._tolerance = heads, tolerance
+        self._logits = [_logits(call) for call in plain]
+        self._biases: list[Tensor] = []
+        #: Whether the queries that it makes are nothing but zeros, or others than those of the site.
+        self.is_of_zeros = False
+
+    def holds(self) -> bool:
+        """Whether the projection makes the queries and nothing else."""
+        count = self._projection.temperatures
+        if count not in (1, self._heads) or (count != self._heads and self._projection.rows is not None):
+            return False
+        biases = self._with(torch.zeros(count))
+        if biases is None:
+            return False
+        self._biases = biases
+        sizes = [(logits - bias).abs().max() for logits, bias in zip(self._logits, self._biases, strict=True)]
+        self.is_of_zeros = not all(bool(size > 0) for size in sizes)
+        if self.is_of_zeros:
+            return False
+        return self._turns_heads(count) and self._shrinks(count) and self._needs_all_rows()
+
+    def bias_std(self) -> Tensor:
+        """See `Proven`."""
+        found = torch.full((self._heads,), torch.nan)
+        for number, (call, bias_BHRM) in enumerate(zip(self._plain, self._biases, strict=True)):
+            visible_BHRM = call.logits(_first_row(call))[1]
+            count_BHR1 = visible_BHRM.sum(-1, keepdim=True).clamp(min=1)
+            mean_BHR1 = bias_BHRM.sum(-1, keepdim=True) / count_BHR1
+            square_BHRM = torch.where(visible_BHRM, (bias_BHRM - mean_BHR1).square(), 0.0)
+            std_H = (square_BHRM.sum(-1, keepdim=True) / count_BHR1).sqrt().mean((0, 2, 3))
+            found[self._places(call, number)] = std_H.cpu()
+        return found
+
+    def _turns_heads(self, count: int) -> bool:
+        """Whether the logits of just those heads change their sign whose queries do, and values do not change.
+
+        All heads first; then those whose number has some binary digit, for each digit: no two heads are alike in all.
+        It holds under a soft-cap as well.
+        """
+        numbers = torch.arange(count)
+        signs = [-torch.ones(count)]
+        signs += [1 - 2 * (numbers >> bit & 1).float() for bit in range((count - 1).bit_length())]
+        return all(self._multiplies(factors) for factors in signs)
+
+    def _shrinks(self, count: int) -> bool:
+        """Whether logits are halved as queries are, or at least become smaller, as under a soft-cap.
+
+        What is normalised afterwards does not care about its size.
+        """
+        halves = torch.full((count,), 0.5)
+        if self._multiplies(halves):
+            return True
+        halved = self._with(halves)
+        return halved is not None and all(
+            bool(((half - bias).abs().amax((0, 2, 3)) < 0.99 * (logits - bias).abs().amax((0, 2, 3))).all())
+            for half, logits, bias in zip(halved, self._logits, self._biases, strict=True)
+        )
+
+    def _multiplies(self, factors: Tensor) -> bool:
+        """Whether logits, less what a bias adds, are multiplied as queries are."""
+        found = self._with(factors)
+        return found is not None and all(
+            self._is_near(scaled - bias, self._of_call(factors, number) * (logits - bias), logits - bias)
+            for number, (scaled, logits, bias) in enumerate(zip(found, self._logits, self._biases, strict=True))
+        )
+
+    def _needs_all_rows(self) -> bool:
+        """Whether each half of the channels of a head makes part of its logits: others may be there, such as gates."""
+        rows = self._projection.rows
+        width = self._plain[0].query.shape[-1]
+        if rows is None or rows.shape[1] in (1, width):
+            return True
+        for half in (rows[:, : rows.shape[1] // 2], rows[:, rows.shape[1] // 2 :]):
+            multiplier = torch.ones(self._projection.channels)
+            multiplier[half] = 0
+            found = self._seen_with(multiplier)
+            if found is None or any(
+                bool(((part - logits).abs().amax((0, 2, 3)) == 0).any())
+                for part, logits in zip(found, self._logits, strict=True)
+            ):
+                return False
+        return True
+
+    def _with(self, factors: Tensor) -> list[Tensor] | None:
+        return self._seen_with(self._projection.multiplier(factors))
+
+    def _seen_with(self, multiplier: Tensor) -> list[Tensor] | None:
+        """The logits where channels are multiplied; ``None`` where values change or nothing can be compared."""
+        parameters = self._projection.parameters
+        dtype = multiplier_dtype(self._projection.tensor(parameters[0])) if parameters else torch.float32
+        handle, tell = scale(self._projection, multiplier.to(self._plain[0].query.device, dtype))
+        tell(False)
+        try:
+            calls = self._replay()
+        except Exception:
+            return None
+        finally:
+            handle.remove()
+        if len(calls) != len(self._plain):
+            return None
+        found = []
+        for call, plain in zip(calls, self._plain, strict=True):
+            logits = _logits(call)
+            same_values = (
+                call.value is None or plain.value is None or self._is_near(call.value, plain.value, plain.value)
+            )
+            if logits.shape != _logits(plain).shape or not same_values:
+                return None
+            found.append(logits)
+        return found
+
+    def _of_call(self, factors: Tensor, number: int) -> Tensor:
+        """The factors of the heads of one call, (H, 1, 1)."""
+        call = self._plain[number]
+        if len(factors) == 1:
+            return factors.to(call.query.device)
+        return factors[self._places(call, number)].to(call.query.device)[:, None, None]
+
+    def _places(self, call: AttentionCall, number: int) -> slice:
+        """Which of the site's heads a call has: all, those of this rank, or the next one of a loop."""
+        if call.share is not None:
+            first, _ = call.share.of_heads(call.heads)
+        else:
+            first = number if call.heads == 1 and len(self._plain) == self._heads else 0
+        return slice(first, first + call.heads)
+
+    def _is_near(self, found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+        if found.shape != expected.shape:
+            return False
+        return bool((found - expected).abs().max() <= self._tolerance * scale.abs().max())
+
+
+def _logits(call: AttentionCall) -> Tensor:
+    """The visible logits of the last rows before a soft-cap, zero elsewhere."""
+    logits_BHRM, visible_BHRM = replace(call, soft_cap=None).logits(_first_row(call))
+    return torch.where(visible_BHRM, logits_BHRM, 0.0)
+
+
+def _first_row(call: AttentionCall) -> int:
+    return max(0, call.queries - _ROWS)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether an argument remembers keys, to which another run would add some."""
+    return "Cache" in type(value).__name__

@@ -1,0 +1,141 @@
+"""The temperatures of the heads of one site, and what they do to its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_attn.temperature.folding import fold, fold_state_dicts, unfold, unfolded_rows
+from lightning_attn.temperature.projection import QueryProjection, multiplier_dtype
+from lightning_attn.temperature.proof import Proven
+from lightning_attn.temperature.scaling import Handle, scale
+
+
+class SiteTemperature:
+    """Divides the queries of each head of a site by its temperature while it is attached.
+
+    In memory the parameters are what is trained; state dicts of the model hold them with the temperatures written into
+    them, and so does the model itself once this is detached. Weights that are loaded meanwhile are taken for such as
+    well: the temperatures become one.
+
+    Args:
+        site: its name.
+        proven: what makes its queries.
+    """
+
+    def __init__(self, site: str, proven: Proven) -> None:
+        self.site = site
+        #: How many heads it has.
+        self.heads = len(proven.bias_std)
+        self.projection = proven.projection
+        #: (H,) see `Proven`.
+        self.bias_std = proven.bias_std
+        #: Natural logarithms of the temperatures in float64: one for each head, or one for all.
+        self.log_temperatures = torch.zeros(self.projection.temperatures, dtype=torch.float64)
+        self._multiplier = self._new_multiplier()
+        self._copies: list[QueryProjection] = []
+        self._handles: list[Handle] = []
+        self._tell = lambda is_neutral: None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all heads have one temperature."""
+        return self.projection.temperatures == 1 < self.heads
+
+    @property
+    def is_foldable(self) -> bool:
+        """Whether the temperatures can be written into parameters."""
+        return bool(self.projection.parameters)
+
+    @property
+    def temperatures(self) -> list[float]:
+        """The temperature of each head."""
+        return self.log_temperatures.exp().expand(self.heads).tolist()
+
+    def attach(self, copies: Sequence[nn.Module] = ()) -> None:
+        """Begin to divide queries.
+
+        Args:
+            copies: models that are built alike and whose state dicts are to be folded as well: averages of this one.
+        """
+        handle, self._tell = scale(self.projection, self._multiplier)
+        self._copies = [self.projection.of(copy) for copy in copies]
+        self._handles = [handle]
+        self._handles += [fold_state_dicts(held, lambda: self._multiplier) for held in (self.projection, *self._copies)]
+        module: Any = self.projection.module
+        self._handles.append(module.register_load_state_dict_post_hook(self._loaded))
+        self.set(self.log_temperatures)
+
+    def detach(self) -> None:
+        """Write the temperatures into the parameters, and leave nothing behind."""
+        if not self._handles:
+            return
+        if self.is_foldable:
+            for held in (self.projection, *self._copies):
+                fold(held, self._multiplier)
+        for handle in reversed(self._handles):
+            handle.remove()
+        # Code that was compiled meanwhile holds this tensor, and goes on multiplying with it.
+        self._multiplier.fill_(1)
+        self._handles, self._copies = [], []
+
+    def set(self, log_temperatures: Tensor) -> None:
+        """Change the temperatures."""
+        self.log_temperatures = log_temperatures.to("cpu", torch.float64)
+        self._multiplier.copy_(self.projection.multiplier((-self.log_temperatures).exp()))
+        self._tell(bool((self.log_temperatures == 0).all()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes on with the temperatures after a restart, to the last digit; all ranks must ask."""
+        changed = self.log_temperatures.nonzero()[:, 0]
+        return {
+            "projection": self.projection.to_dict(),
+            "bias_std": self.bias_std,
+            "log_temperatures": self.log_temperatures,
+            "unfolded": [unfolded_rows(held, changed) if len(changed) else {} for held in self._held()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on with temperatures whose model has been loaded, before or after this is attached.
+
+        Returns:
+            Whether that was done. Where the weights are not those that belong to the temperatures, they are left as
+            they are.
+        """
+        log_temperatures: Tensor = state["log_temperatures"]
+        changed = log_temperatures.nonzero()[:, 0]
+        if not len(changed) or not self.is_foldable:
+            self.set(log_temperatures)
+            return True
+        multiplier = self._new_multiplier().copy_(self.projection.multiplier((-log_temperatures).exp()))
+        done = [
+            unfold(held, changed, unfolded, multiplier)
+            for held, unfolded in zip(self._held(), state["unfolded"], strict=False)
+        ]
+        if done[0]:
+            self.set(log_temperatures)
+        return done[0]
+
+    @classmethod
+    def from_state(cls, site: str, state: Mapping[str, Any], model: nn.Module) -> SiteTemperature:
+        """The temperatures of a model's site, all one still.
+
+        Raises:
+            AttributeError: if the model has no such module.
+        """
+        return cls(site, Proven(QueryProjection.from_dict(state["projection"], model), state["bias_std"]))
+
+    def _held(self) -> tuple[QueryProjection, ...]:
+        return (self.projection, *self._copies)
+
+    def _loaded(self, module: nn.Module, keys: Any) -> None:
+        self.set(torch.zeros_like(self.log_temperatures))
+
+    def _new_multiplier(self) -> Tensor:
+        tensors = [self.projection.tensor(part) for part in self.projection.parameters]
+        device = tensors[0].device if tensors else None
+        dtype = multiplier_dtype(tensors[0]) if tensors else torch.float32
+        return torch.ones(self.projection.channels, dtype=dtype, device=device)

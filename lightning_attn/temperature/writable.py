@@ -1,0 +1,62 @@
+"""Into which parameters of a module a factor per channel can be written, told by trying it."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_attn.temperature.projection import ScaledParameter
+
+
+def writable(module: nn.Module, axis: int = 0) -> tuple[ScaledParameter, ...]:
+    """The parameters of a layer or a norm whose product with a factor per channel multiplies what leaves it.
+
+    Args:
+        module: the module, of one tensor with channels last.
+        axis: which axis of a layer's weight holds the channels that leave it.
+
+    Returns:
+        None, where there is no such parameter or the module does something else with it.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return ()
+    if type(module) in (nn.Linear, nn.LayerNorm, nn.RMSNorm):
+        return _parts(module, axis, is_offset=False)
+    others = (1 - axis,) if weight.dim() == 2 else ()
+    for place, is_offset in product((axis, *others), (False, True)):
+        parts = _parts(module, place, is_offset)
+        try:
+            if _multiplies(module, parts, place):
+                return parts
+        except Exception:
+            continue
+    return ()
+
+
+def _parts(module: nn.Module, axis: int, is_offset: bool) -> tuple[ScaledParameter, ...]:
+    parts = (ScaledParameter("weight", axis, is_offset), ScaledParameter("bias", 0))
+    return tuple(part for part in parts if module._parameters.get(part.name) is not None)
+
+
+def _multiplies(module: nn.Module, parts: tuple[ScaledParameter, ...], axis: int) -> bool:
+    parameters = {name: _plain(parameter) for name, parameter in module._parameters.items() if parameter is not None}
+    weight = parameters["weight"]
+    random = torch.Generator().manual_seed(0)
+    entering = torch.randn(4, weight.shape[1 - axis if weight.dim() == 2 else 0], generator=random)
+    factors = 0.5 + torch.rand(weight.shape[axis], generator=random)
+    entering, factors = entering.to(weight.device, weight.dtype), factors.to(weight.device, weight.dtype)
+    changed = parameters | {part.name: part.scaled(parameters[part.name], factors) for part in parts}
+    with torch.no_grad():
+        plain, scaled = (functional_call(module, tensors, (entering,)) for tensors in (parameters, changed))
+    tolerance = 1e-4 if torch.finfo(weight.dtype).bits >= 32 else 3e-2
+    return bool(torch.allclose(scaled, plain * factors, rtol=tolerance, atol=tolerance))
+
+
+def _plain(parameter: Any) -> Tensor:
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
