@@ -13,6 +13,7 @@ from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.isolation import compiled_modules
 from lightning_attn.capture.met import Met
 from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.spread import is_spread
 from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.temperature.agreement import Finding, agreed
 from lightning_attn.temperature.layouts import guesses, likely
@@ -70,6 +71,12 @@ class AttentionTemperature:
     def __getitem__(self, site: str) -> list[float]:
         """The temperature of each head of a site."""
         return self.sites[site].temperatures
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks have divided parameters that temperatures are written into among each other."""
+        held = (held.projection for held in self.sites.values())
+        return any(is_spread(projection.tensor(part)) for projection in held for part in projection.parameters)
 
     def set_temperatures(self, site: str, temperatures: float | Sequence[float]) -> None:
         """Change the temperatures of a site: one for all its heads, or one for each.
