@@ -70,9 +70,9 @@ class HoldLogitScale(TemperatureControl):
     Stability: the raw scale does not depend on the temperature of the same step. While it stands still the distance
     ``log τ* − log τ`` shrinks by ``1 − gain`` at each move and never changes its sign: nothing oscillates. While it
     grows by a factor ``r`` between two moves, the logits stay behind by at most ``log r / gain`` (as long as that is
-    less than ``log max_change``). In the long run weights may grow because the temperature lets them: with ``s ∝ τ^ε`` a
-    move shrinks the distance by ``1 − gain (1 − ε)``, which settles for every ``ε < 1``; from ``ε = 1`` on, temperature
-    and weights would chase each other, and the limit of the callback ends it.
+    less than ``log max_change``). In the long run weights may grow because the temperature lets them: with ``s ∝ τ^ε``
+    a move shrinks the distance by ``1 − gain (1 − ε)``, which settles for every ``ε < 1``; from ``ε = 1`` on,
+    temperature and weights would chase each other, and the limit of the callback ends it.
 
     Args:
         upper: the deviation of logits that heads are brought down to.

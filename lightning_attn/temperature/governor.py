@@ -109,6 +109,8 @@ class TemperatureGovernor:
 
     def _look(self, loop: TemperatureControl, held: SiteTemperature, snapshot: Snapshot) -> None:
         now, applied = self.log_temperatures(held.site), held.log_temperatures
+        if "logit_std" not in loop.statistics:
+            now = applied  # what a dry run would have made of it cannot be told; it says what the first move would be
         read = {name: _read(snapshot, held.site, name) for name in loop.statistics}
         scale = None
         if "logit_std" in read:
