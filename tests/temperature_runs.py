@@ -36,13 +36,15 @@ class HandWritten(nn.Module):
 
 
 class Fused(HandWritten):
+    dropout = 0.1
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def mixed(self, normed: Tensor) -> Tensor:
         query, key, value = self.qkv(normed).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        dropout = 0.1 if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
         return functional.scaled_dot_product_attention(
             query / self.by_hand, key, value, dropout_p=dropout, is_causal=True
         )

@@ -210,7 +210,7 @@ class AdaptiveTemperature(Callback):
             self._schedule.settle(self._subscription.number)
             governed = [site for site in snapshot.sites if self._plan.governs(site)]
             self._search.settle(governor.temperature, governed, trainer.precision_plugin.forward_context)
-            if self._started_at is not None:
+            if self._started_at is not None and self._plan.loops:
                 governor.look(snapshot)
                 self._has_looked = True
         self._search.forget()
@@ -322,7 +322,8 @@ class AdaptiveTemperature(Callback):
     def _finish(self, trainer: pl.Trainer) -> None:
         """Write the temperatures into the model, and let go of it."""
         governor, self._governor = self._governor, None
-        self._loaded = None
+        if self._loaded is not None:  # there was nothing left to train
+            self._kept, self._loaded = self._loaded, None
         if governor is None:
             return
         self._temperatures = governor.temperatures()

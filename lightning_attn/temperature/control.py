@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +26,8 @@ class TemperatureControl(ABC):
     statistics: tuple[str, ...] = ()
 
     def __init__(self, gain: float, max_change: float) -> None:
-        _check(0 < gain <= 1, "gain", gain, "a number above 0 and at most 1")
-        _check(max_change > 1, "max_change", max_change, "a factor above 1")
-        self.gain = float(gain)
-        self.max_change = float(max_change)
+        self.gain = _check(lambda gain: 0 < gain <= 1, "gain", gain, "a number above 0 and at most 1")
+        self.max_change = _check(lambda factor: factor > 1, "max_change", max_change, "a factor above 1")
 
     def moved(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """The logarithms of the temperatures of some heads after one move.
@@ -96,12 +95,11 @@ class HoldLogitScale(TemperatureControl):
         self, upper: float = 4.0, lower: float | None = None, gain: float = 0.8, max_change: float = 4.0
     ) -> None:
         super().__init__(gain, max_change)
-        _check(upper > 0, "upper", upper, "a positive number")
-        _check(
-            lower is None or 0 < lower < upper, "lower", lower, f"a positive number below `upper` ({upper}), or None"
-        )
-        self.upper = float(upper)
-        self.lower = None if lower is None else float(lower)
+        self.upper = _check(lambda upper: upper > 0, "upper", upper, "a positive number")
+        self.lower: float | None = None
+        if lower is not None:
+            allowed = f"a positive number below `upper` ({upper}), or None"
+            self.lower = _check(lambda lower: 0 < lower < self.upper, "lower", lower, allowed)
 
     def error(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """How far the temperatures are below those that bring the deviation into the band."""
@@ -156,13 +154,11 @@ class HoldEntropy(TemperatureControl):
         max_change: float = 4.0,
     ) -> None:
         super().__init__(gain, max_change)
-        _check(0 < lower < 1, "lower", lower, "an entropy between 0 and 1")
-        _check(lower <= upper <= 1, "upper", upper, f"an entropy between `lower` ({lower}) and 1")
-        _check(speed > 0, "speed", speed, "a positive number")
-        self.lower = float(lower)
-        self.upper = float(upper)
+        self.lower = _check(lambda lower: 0 < lower < 1, "lower", lower, "an entropy between 0 and 1")
+        allowed = f"an entropy between `lower` ({lower}) and 1"
+        self.upper = _check(lambda upper: self.lower <= upper <= 1, "upper", upper, allowed)
         self.sharpens = bool(sharpens)
-        self.speed = float(speed)
+        self.speed = _check(lambda speed: speed > 0, "speed", speed, "a positive number")
 
     def error(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """How far the logarithms of the temperatures are below what brings the entropy into the band."""
@@ -177,6 +173,8 @@ class HoldEntropy(TemperatureControl):
         return f"holds entropy between {self.lower:g} and {self.upper:g}"
 
 
-def _check(is_allowed: bool, name: str, value: object, allowed: str) -> None:
-    if not is_allowed or isinstance(value, bool):
+def _check(is_allowed: Callable[[float], bool], name: str, value: Any, allowed: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not is_allowed(value):
         raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
+    return float(value)

@@ -89,7 +89,7 @@ def unfold(projection: QueryProjection, heads: Tensor, unfolded: dict[str, Tenso
         if now.shape != before.shape:
             return False
         _put(part, whole, rows, before)
-        if not torch.equal(_rows(part, part.scaled(whole, multiplier_O.to(whole.device)), rows), now):
+        if not _is_same(_rows(part, part.scaled(whole, multiplier_O.to(whole.device)), rows), now):
             return False
         wholes[part] = whole
     with torch.no_grad():
@@ -97,6 +97,12 @@ def unfold(projection: QueryProjection, heads: Tensor, unfolded: dict[str, Tenso
             parameter = projection.tensor(part)
             parameter.copy_(_spread_as(whole, parameter))
     return True
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same but for rounding: Lightning loads weights of double precision as single."""
+    digits = max(1e-6, 2 * torch.finfo(one.dtype).eps)
+    return bool(torch.allclose(one.double(), other.double(), rtol=digits, atol=0.0))
 
 
 def _rows(part: ScaledParameter, tensor: Tensor, rows: Tensor | None) -> Tensor:

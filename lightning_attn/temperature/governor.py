@@ -87,9 +87,14 @@ class TemperatureGovernor:
                 self._do(allowed, replace(change, step=step))
 
     def take_changes(self) -> list[TemperatureChange]:
-        """What was done since this was last asked: one record for each site, from its first state to its last."""
-        done, self._done = self._done, {}
-        return list(done.values())
+        """What was done since this was last asked: one record for each site, from its first state to its last.
+
+        Of a site whose queries are a guess still it is told when they are found, since its heads are not known before.
+        """
+        sites, guessed = self.temperature.sites, self.temperature.guessed
+        taken = [change for site, change in self._done.items() if site not in guessed]
+        self._done = {site: change for site, change in self._done.items() if site in guessed}
+        return [_of_heads(change, sites[change.site].heads) for change in taken if change.site in sites]
 
     def state_dict(self) -> dict[str, Any]:
         """What was decided or done and not taken up, in plain values and tensors."""
@@ -148,6 +153,12 @@ class TemperatureGovernor:
             self.temperature.sites[change.site].set(allowed)
         earlier = self._done.get(change.site)
         self._done[change.site] = change if earlier is None else replace(change, before=earlier.before)
+
+
+def _of_heads(change: TemperatureChange, heads: int) -> TemperatureChange:
+    """A record with as many values as a site has heads."""
+    before, after = (values * heads if len(values) == 1 else values for values in (change.before, change.after))
+    return replace(change, before=before, after=after)
 
 
 def _read(snapshot: Snapshot, site: str, statistic: str) -> Tensor:

@@ -14,7 +14,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from listening import hearing
-from models import batches, trainer
+from models import batches
 from temperature_runs import FILE, Decoder, Fused, Hot, Separate, adaptive, lines, run, tokens
 from torch import Tensor
 
@@ -74,15 +74,15 @@ def plain(state: dict[str, Any], kind: Any = Separate) -> Tensor:
         return model.eval()(tokens())
 
 
-def scalars(folder: Path) -> list[str]:
-    return (folder / "metrics.csv").read_text().splitlines()
+class FusedAlone(Fused):
+    dropout = 0.0
 
 
 class Shuffles(Hot):
     """Draws nothing, and takes the batch that the step tells."""
 
     def loss(self, _: list[Tensor]) -> Tensor:
-        number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        number = self.trainer.global_step
         made = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(number))
         return super().loss([made])
 
@@ -140,7 +140,7 @@ def test_scalars_go_on(tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path, name="", version=version, flush_logs_every_n_steps=1)
         run(Shuffles(), adaptive(), ModelCheckpoint(tmp_path / "saved", every_n_train_steps=5, save_top_k=-1),
             logger=logger, enable_checkpointing=True, max_epochs=2, steps=5, **arguments)  # fmt: skip
-        return scalars(tmp_path / version)
+        return (tmp_path / version / "metrics.csv").read_text().splitlines()
 
     whole = logged("whole")
     path = next((tmp_path / "saved").glob("*step=5.ckpt"))
@@ -210,9 +210,15 @@ def test_from_what_an_exception_leaves(error: type[BaseException], tmp_path: Pat
 
 
 def test_the_next_fit_of_a_trainer_goes_on(tmp_path: Path) -> None:
+    class Remembers(Shuffles):
+        """Without moments, which every fit makes anew."""
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
     whole, halves = SeesAll(), SeesAll()
-    run(Shuffles(), adaptive(), whole, max_epochs=2, default_root_dir=tmp_path / "whole")
-    model, callback = Shuffles(), adaptive()
+    run(Remembers(), adaptive(), whole, max_epochs=2, default_root_dir=tmp_path / "whole")
+    model, callback = Remembers(), adaptive()
     running = run(model, callback, halves, max_epochs=1, default_root_dir=tmp_path / "halves")
     assert set(halves.steps) == set(range(1, 7))
     running.validate(model, batches(1), verbose=False)
@@ -275,8 +281,14 @@ def test_with_other_settings_a_run_goes_on_from_its_temperatures(tmp_path: Path)
     callback = adaptive()
     running = run(Shuffles(), callback)
     running.save_checkpoint(tmp_path / "last.ckpt")
-    after = adaptive(HoldLogitScale(2.0), every_n_steps=3, file=None)
-    run(Shuffles(), after, path=tmp_path / "last.ckpt", max_epochs=1)
+    after = adaptive(HoldLogitScale(2.0), every_n_steps=100, file=None)
+    run(Shuffles(), after, path=tmp_path / "last.ckpt", max_epochs=2)
+    assert after.temperatures == callback.temperatures
+    # A run that has nothing left to do keeps what it was given.
+    after = adaptive()
+    running = run(Shuffles(), after, path=tmp_path / "last.ckpt")
+    running.save_checkpoint(tmp_path / "again.ckpt")
+    run(Shuffles(), after := adaptive(every_n_steps=100), path=tmp_path / "again.ckpt", max_epochs=2)
     assert after.temperatures == callback.temperatures
 
 
@@ -309,23 +321,22 @@ def test_averages_of_weights(average: str, comes: str, tmp_path: Path) -> None:
         return sees, ours, [ours, theirs, sees] if comes == "before" else [theirs, ours, sees]
 
     arguments: dict[str, Any] = {"max_epochs": 3, "steps": 4, "enable_checkpointing": True, "validation": True}
-    sees, whole, watching = together()
+    sees, _whole, watching = together()
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     model = Shuffles()
     run(model, *watching, checkpoints, **arguments)
     with torch.no_grad():
         model._trainer = None
         ended = model.eval()(tokens())
-    for step in (4, 6, 9) if average == "stochastic" else (3, 4, 6, 9):
+    # At the end of the epoch before its averaging begins, Lightning's own does not go on to the last digit.
+    for step in (3, 6, 9) if average == "stochastic" else (3, 4, 6, 9):
         path = next(tmp_path.glob(f"*step={step}.ckpt"))
         saved = torch.load(path, weights_only=True)
         trained = saved.get("current_model_state", saved["state_dict"])
         torch.testing.assert_close(plain(trained), sees.steps[step]["given"], rtol=1e-5, atol=1e-5)
-        again, after, watching = together()
+        again, _after, watching = together()
         on = Shuffles()
         run(on, *watching, ModelCheckpoint(tmp_path / "more"), path=path, **arguments)
-        if average == "stochastic" and step > 4:
-            continue  # Lightning itself does not go on to the last digit within its averaging
         for number, found in again.steps.items():
             assert_same(found, sees.steps[number])
         with torch.no_grad():
@@ -358,12 +369,17 @@ def test_fused_and_half(tmp_path: Path) -> None:
 
         class Fine(Shuffles):
             def __init__(self) -> None:
-                super().__init__(Fused, 30.0)
+                super().__init__(FusedAlone, 30.0)
 
         whole, again = SeesAll(), SeesAll()
         checkpoints = ModelCheckpoint(tmp_path / precision, every_n_train_steps=3, save_top_k=-1)
         run(Fine(), adaptive(), whole, checkpoints, enable_checkpointing=True, **arguments)
         path = next((tmp_path / precision).glob("*step=3.ckpt"))
-        run(Fine(), adaptive(), again, path=path, **arguments)
+        with hearing() as said:
+            run(Fine(), adaptive(), again, path=path, **arguments)
+        assert said == []
         for step, found in again.steps.items():
-            assert_same(found, whole.steps[step])
+            if precision == "64-true":  # Lightning loads weights into single precision before it makes them double
+                assert found["loss"] == pytest.approx(whole.steps[step]["loss"], rel=1e-6)
+            else:
+                assert_same(found, whole.steps[step])
