@@ -228,7 +228,8 @@ class AdaptiveTemperature(Callback):
         """Write down what is not yet, and keep the state of spread parameters while ranks can still be asked."""
         if self._governor is None:
             return
-        self._log.write(trainer, self._schedule.step, self._governor)
+        if self._governor.has_changes:
+            self._log.write(trainer, self._schedule.step, self._governor)
         if self._governor.temperature.is_spread:
             self._kept = self._state(self._governor)
 

@@ -187,7 +187,7 @@ def _scalars(temperatures: Mapping[str, list[float]], changes: Sequence[Temperat
 
 def _first_words(change: TemperatureChange) -> str:
     heads = change.heads
-    if len({change.after[head] for head in heads}) == 1 and len(heads) == len(change.after):
+    if change.scale is None and len({change.after[head] for head in heads}) == 1 and len(heads) == len(change.after):
         return f"from step {change.step} on {change.site} has temperature {change.after[0]:.3g}."
     named = ", ".join(
         f"head {head} {change.after[head]:.3g}"

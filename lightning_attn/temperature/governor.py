@@ -86,6 +86,11 @@ class TemperatureGovernor:
             if site in self.temperature.sites:
                 self._do(allowed, replace(change, step=step))
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether something was done that nobody has taken."""
+        return bool(self._done)
+
     def take_changes(self) -> list[TemperatureChange]:
         """What was done since this was last asked: one record for each site, from its first state to its last.
 

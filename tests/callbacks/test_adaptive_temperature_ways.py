@@ -206,7 +206,7 @@ def test_finding_a_learning_rate_before_it(control: Any, order: int) -> None:
             run(model, *callbacks[::order], steps=8)
         assert said == []
         found.append((model, callbacks[0].temperatures))
-    (alone, _), (after, temperatures) = found
+    (_alone, _), (after, temperatures) = found
     # The weights are those before the search: a run at the rate that was found is a run from the beginning.
     again = Rated()
     again.lr = after.lr
