@@ -16,13 +16,16 @@ from table import Row, at_most, goal, judged
 from torch.utils.data import DataLoader
 from turns import Effort, progress, ratios, seconds_of
 
-from lightning_attn import AttentionEarlyWarning, AttentionMonitor, AttentionObserver
+from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning, AttentionMonitor, AttentionObserver
 from lightning_attn.callbacks.budget import wait_for
 from lightning_attn.callbacks.session import CaptureSession
+from lightning_attn.temperature import HoldLogitScale
 from lightning_attn.tensorboard import heat_map
 
-DEFAULT_CADENCE, WARNING_CADENCE, HEAT_MAP_CADENCE = 50, 10, 500
+DEFAULT_CADENCE, WARNING_CADENCE, LOOP_CADENCE, HEAT_MAP_CADENCE = 50, 10, 10, 500
 WARM_UP_STEPS = 4
+#: Deviations of logits that no head of a model that has learned nothing is below.
+HELD = HoldLogitScale(upper=1e-4)
 
 
 class Stopwatch(Callback):
@@ -47,6 +50,8 @@ def step_seconds(
     statistics: list[str] | None = None,
     accelerator: str = "cpu",
     is_warned: bool = False,
+    is_tempered: bool = False,
+    is_compiled: bool = False,
     **trainer_arguments: Any,
 ) -> float:
     """Seconds of one training step in a run of its own.
@@ -62,6 +67,8 @@ def step_seconds(
         statistics: of the monitor.
         accelerator: what the model is trained on.
         is_warned: whether the callback is `AttentionEarlyWarning` in the place of the monitor.
+        is_tempered: whether it is `AdaptiveTemperature`, of which every head has a temperature other than one.
+        is_compiled: whether the model is compiled.
         trainer_arguments: what else the Trainer is given.
     """
     torch.manual_seed(0)
@@ -69,6 +76,8 @@ def step_seconds(
     callbacks: list[Callback] = [stopwatch]
     if every_n_steps is not None and is_warned:
         callbacks.append(AttentionEarlyWarning(every_n_steps=every_n_steps, file=None, print_summary=False))
+    elif every_n_steps is not None and is_tempered:
+        callbacks.append(AdaptiveTemperature(HELD, every_n_steps=every_n_steps, file=None, print_summary=False))
     elif every_n_steps is not None:
         callbacks.append(AttentionMonitor(every_n_steps, statistics=statistics, print_summary=False))
     all_steps = WARM_UP_STEPS + steps + 1  # the last one only ends the one before
@@ -83,7 +92,12 @@ def step_seconds(
         **trainer_arguments,
     )
     batches = [size.random_batch() for _ in range(all_steps)]
-    trainer.fit(LanguageModel(size), DataLoader(batches, batch_size=None))
+    model = LanguageModel(size)
+    if is_compiled:
+        model.compile()
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    if is_tempered and not all(value != 1 for heads in callbacks[-1].temperatures.values() for value in heads):
+        raise RuntimeError("A head was left at temperature 1.")
 
     seconds = [end - start for start, end in pairwise(stopwatch.times)]
     measured = range(WARM_UP_STEPS, WARM_UP_STEPS + steps)
@@ -110,6 +124,7 @@ def training_rows(effort: Effort) -> Iterator[Row]:
             {
                 "monitor": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE),
                 "early warning": lambda size=size: step_seconds(size, DEFAULT_CADENCE, WARNING_CADENCE, is_warned=True),
+                "temperature": lambda size=size: step_seconds(size, DEFAULT_CADENCE, LOOP_CADENCE, is_tempered=True),
             },
             effort.rounds_of_short_steps if name == "demo" else effort.rounds,
         )
@@ -122,9 +137,21 @@ def training_rows(effort: Effort) -> Iterator[Row]:
             },
             effort.rounds,
         )
+        compiled = ratios(
+            lambda size=size: step_seconds(size, DEFAULT_CADENCE, is_compiled=True),
+            {
+                "temperature": lambda size=size: step_seconds(
+                    size, DEFAULT_CADENCE, LOOP_CADENCE, is_tempered=True, is_compiled=True
+                ),
+            },
+            effort.rounds,
+        )
         monitor, early_warning = default["monitor"], default["early warning"]
         yield monitor.row("training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03))
         yield early_warning.row("training step, `AttentionEarlyWarning()`", setting, "plain step", at_most(1.1))
+        measured = "training step, `AdaptiveTemperature()`, all heads at other temperatures than 1"
+        yield default["temperature"].row(measured, setting, "plain step", at_most(1.05))
+        yield compiled["temperature"].row(f"{measured}, compiled", setting, "compiled plain step")
         yield heat_map_row(size, setting, monitor.baseline_seconds)
         yield every_step["hidden states"].row(
             f"training step, `every_n_steps=1`, the {len(OF_STATES)} statistics of hidden states alone",
