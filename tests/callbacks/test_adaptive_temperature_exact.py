@@ -161,3 +161,47 @@ class Frozen(Decoder):
     def __init__(self, model: Decoder) -> None:
         super().__init__(type(model.blocks[0]))
         self.load_state_dict(model.state_dict())
+
+
+class OfHuggingFace(Trained):
+    """Llama with fewer keys than queries, whose temperature by hand is its scale."""
+
+    def __init__(self, implementation: str, by_hand: Callable[[int], float] = lambda step: 1.0) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation=implementation,
+        )
+        torch.manual_seed(3)
+        self.model = transformers.LlamaForCausalLM(config).double()
+        self.by_hand = by_hand
+        self.validated: list[float] = []
+        for layer in self.model.model.layers:
+            nn.init.normal_(layer.self_attn.q_proj.weight, std=0.3)
+            nn.init.normal_(layer.self_attn.k_proj.weight, std=0.3)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        for layer in self.model.model.layers:
+            step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+            layer.self_attn.scaling = 8**-0.5 / self.by_hand(step)
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validated.append(self.loss(batch).item())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_hugging_face(implementation: str) -> None:
+    course = CosineTemperature(4.0, 0.5, 5)
+    run(expected := OfHuggingFace(implementation, course), validation=True, val_check_interval=6)
+    run(found := OfHuggingFace(implementation), callback := adaptive(course), validation=True, val_check_interval=6)
+    assert set(callback.temperatures) == {f"model.model.layers.{number}.self_attn" for number in range(2)}
+    assert_near(found, expected)
+    assert found.validated[:2] == pytest.approx(expected.validated[:2], rel=1e-9)
