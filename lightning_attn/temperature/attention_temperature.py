@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class AttentionTemperature:
         """Find where the queries of every site are made, and attach to it.
 
         Args:
-            run: runs the model forward.
+            run: runs the model forward, in training mode or not.
         """
         met: dict[str, Met] = {}
         capture = Capture(
@@ -102,7 +102,7 @@ class AttentionTemperature:
             max_sequences=1,
             receive_module=lambda one: met.update({one.site: one}),
         )
-        with capture:
+        with capture, _layers_one_by_one():
             run()
         self.find_among(met)
 
@@ -236,6 +236,17 @@ class AttentionTemperature:
         if proven is None:
             return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
         return Finding(proven.projection.to_dict(), proven.bias_std)
+
+
+@contextmanager
+def _layers_one_by_one() -> Iterator[None]:
+    """Keep a `torch.nn.TransformerEncoderLayer` from computing its attention without running the module of it."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
