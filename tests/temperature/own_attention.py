@@ -103,11 +103,11 @@ class Attention(nn.Module):
 class Fused(Attention):
     def __init__(self, layout: str, form: str = "sdpa", bias: bool = True) -> None:
         super().__init__(form)
-        channels, self.split = FUSED[layout]
-        self.qkv = nn.Linear(WIDTH, channels, bias=bias)
+        self.layout = layout
+        self.qkv = nn.Linear(WIDTH, FUSED[layout][0], bias=bias)
 
     def parts(self, tokens: Tensor) -> Parts:
-        return self.split(self.qkv(tokens))
+        return FUSED[self.layout][1](self.qkv(tokens))
 
 
 class Separate(Attention):
