@@ -122,7 +122,7 @@ class QueryProjection:
         found = cls(model.get_submodule(values["name"]), values["name"], values["kind"], values["rows"], parameters)
         last = 0 if found.rows is None else int(found.rows.max())
         held = found.module._parameters
-        if any(held.get(part.name) is None for part in parameters) or parameters and found.channels <= last:
+        if any(held.get(part.name) is None for part in parameters) or (parameters and found.channels <= last):
             raise AttributeError(f"{found.name!r} has no parameters with so many channels.")
         return found
 
