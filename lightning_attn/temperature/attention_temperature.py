@@ -217,8 +217,8 @@ class AttentionTemperature:
         """Look for what makes the queries of a site that was met."""
         refusals: list[str] = []
 
-        def allowed(heads: int, width: int | None) -> Iterator[QueryProjection]:
-            for guess in guesses(met.module, names, heads, width):
+        def allowed(heads: int, width: int | None, value_width: int | None) -> Iterator[QueryProjection]:
+            for guess in guesses(met.module, names, heads, width, value_width):
                 reason = refusal(guess, self.model)
                 if reason is None:
                     yield guess

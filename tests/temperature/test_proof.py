@@ -116,6 +116,24 @@ def test_whatever_is_accepted_divides_the_logits_of_its_heads_and_nothing_else(m
     assert torch.allclose(model(tokens), hot, atol=1e-12)
 
 
+class InTwoParts(Separate):
+    """Half of each query and key is not turned, and values are as wide as a half (multi-head latent attention)."""
+
+    def __init__(self) -> None:
+        super().__init__("softmax")
+        self.value = nn.Linear(WIDTH, WIDTH // 2)
+        self.out = nn.Linear(WIDTH // 2, WIDTH)
+
+    def parts(self, tokens: Tensor) -> Parts:
+        query, key = (layer(tokens).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for layer in (self.query, self.key))
+        return query, key, self.value(tokens).unflatten(-1, (HEADS, HEAD // 2)).transpose(1, 2)
+
+
+def test_all_channels_of_queries_are_found_where_their_number_is_not_known() -> None:
+    temperature = found(made(InTwoParts), run)
+    assert temperature.sites[FIRST].projection.rows.shape == (HEADS, HEAD)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_channels_is_found(order: str) -> None:
     sizes = {"qkv": 3, "h": 3, "d": 4}
