@@ -215,26 +215,26 @@ class AttentionTemperature:
 
     def _search(self, met: Met, names: dict[nn.Module, str], surrounding: Surrounding) -> Finding:
         """Look for what makes the queries of a site that was met."""
-        refusals: list[str] = []
+        tried: list[QueryProjection] = []
 
-        def allowed(heads: int, width: int | None, value_width: int | None) -> Iterator[QueryProjection]:
+        def guessed(heads: int, width: int | None, value_width: int | None) -> Iterator[QueryProjection]:
             for guess in guesses(met.module, names, heads, width, value_width):
-                reason = refusal(guess, self.model)
-                if reason is None:
-                    yield guess
-                elif reason not in refusals:
-                    refusals.append(reason)
+                tried.append(guess)
+                yield guess
 
         lockstep = Lockstep(met.module)
         try:
             with surrounding(), unsharded(met.module, self.model):
-                proven = prove(allowed, Replay(met), lockstep)
+                proven = prove(guessed, Replay(met), lockstep)
+                # What may make queries and may not be touched tells more than that nothing was proven.
+                reasons = [refusal(one, self.model) for one in (tried if proven is None else [proven.projection])]
         except NotNowError as error:
             return Finding(reason=str(error), is_for_later=True)
         except Exception as error:
             return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
-        if proven is None:
-            return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        if proven is None or reason:
+            return Finding(reason=reason or refusal_of_site(met.module))
         return Finding(proven.projection.to_dict(), proven.bias_std)
 
 

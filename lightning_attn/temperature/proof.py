@@ -120,7 +120,7 @@ def prove(guesses: Guesses, replay: Replay, lockstep: Lockstep) -> Proven | None
         is_zero |= projection.makes_zeros
         if projection.module not in matters:  # of many guesses for one module the first is right more often than not
             matters[projection.module] = proof.module_matters()
-    if lockstep.all(is_zero):
+    if not lockstep.all(not is_zero):
         raise NotNowError("all its queries are zero, or those of a layer that may make them")
     return None
 

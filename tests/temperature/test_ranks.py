@@ -265,3 +265,46 @@ def test_ranks_that_divide_sequences(ranks: RankPool, attention: type[Attention]
         for name in ("gradients", "weights"):
             result[name] = {key.removeprefix("module."): tensor for key, tensor in result[name].items()}
     check(results, alone(attention), sequences=2)
+
+
+def with_other_tokens(kind: str) -> tuple[list[str], dict[str, str], list[float]]:
+    """The second rank is given nothing but zeros, and its keys are zero."""
+    model = made(Attention)
+    if kind == "FSDP2":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    tokens = batch().detach() * (1 - dist.get_rank())
+    temperature = AttentionTemperature(model, sites="blocks.0.*")
+    with torch.no_grad():
+        for layer in ("query", "key"):
+            model.blocks[0].attention.get_submodule(layer).bias.zero_()
+        model.blocks[0].norm.bias.zero_()
+    temperature.find(lambda: model(tokens))
+    stds = [held.bias_std.tolist() for held in temperature.sites.values()]
+    return list(temperature.sites), dict(temperature.refused), stds
+
+
+def test_what_one_rank_has_found_is_true_for_all(ranks: RankPool) -> None:
+    first, second = ranks(with_other_tokens, "DDP")
+    assert first == second
+    assert first[0] == [FIRST] and first[1] == {}
+
+
+def test_ranks_that_run_together_wait_until_all_can_tell(ranks: RankPool) -> None:
+    first, second = ranks(with_other_tokens, "FSDP2")
+    assert first == second
+    assert first[0] == [] and "zero" in first[1][FIRST]
+
+
+def with_other_layouts() -> tuple[list[str], dict[str, str]]:
+    model = made(Attention if dist.get_rank() == 0 else Fused)
+    temperature = AttentionTemperature(model)
+    temperature.find(lambda: model(batch()))
+    return list(temperature.sites), dict(temperature.refused)
+
+
+def test_ranks_that_disagree_leave_a_site_alone(ranks: RankPool) -> None:
+    first, second = ranks(with_other_layouts)
+    assert first == second
+    assert first[0] == [] and all("different layouts" in reason for reason in first[1].values())
