@@ -203,7 +203,7 @@ class AdaptiveTemperature(Callback):
         if governor is None:
             return
         if self._started_at is None:
-            self._look_for_the_start(trainer, step)
+            self._look_for_the_start(trainer, governor, step)
         if self._started_at is not None and self._plan.has_schedules:
             changes = governor.follow_schedules(step - self._started_at)
             if self._logging.is_due(step):
@@ -231,8 +231,11 @@ class AdaptiveTemperature(Callback):
             self._schedule.settle(self._subscription.number)
             if self._is_searching:
                 self._find(trainer, governor, snapshot)
-            if self._started_at is not None:
-                governor.look(snapshot)
+            for waking in governor.look(snapshot) if self._started_at is not None else ():
+                if snapshot.step > 0:
+                    self._log.say(
+                        f"head {waking.head} of {waking.site} wakes it at step {snapshot.step}; {waking.loop}."
+                    )
         if self._schedule.batch_ends(trainer, was_watched, was_captured=bool(snapshot)):
             changes = governor.act(self._schedule.step)
             if changes or (snapshot and self._started_at is not None):
@@ -262,7 +265,7 @@ class AdaptiveTemperature(Callback):
         self._subscription.give_up(trainer)
         self._finish(trainer)
 
-    def _look_for_the_start(self, trainer: pl.Trainer, step: int) -> None:
+    def _look_for_the_start(self, trainer: pl.Trainer, governor: TemperatureGovernor, step: int) -> None:
         board = WarningBoard.of(trainer)
         if self._start.waits_for_warnings and not board.has_owner:
             raise MisconfigurationException(
@@ -271,6 +274,8 @@ class AdaptiveTemperature(Callback):
             )
         if self._start.has_come(step, board):
             self._started_at = step
+            if self._start.waits_for_warnings:
+                governor.wake()
             if step > 0:
                 self._log.say(f"switched on at step {step}; {self._plan}.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ from lightning_attn.temperature.change import TemperatureChange
 from lightning_attn.temperature.control import TemperatureControl
 from lightning_attn.temperature.plan import TemperaturePlan
 from lightning_attn.temperature.site_temperature import SiteTemperature
+
+
+class Waking(NamedTuple):
+    """The head that has woken a loop."""
+
+    site: str
+    head: int
+    loop: TemperatureControl
 
 
 class TemperatureGovernor:
@@ -35,6 +43,10 @@ class TemperatureGovernor:
         self._is_dry = is_dry
         self._wanted: dict[str, Tensor] = {}
         self._waiting: dict[str, TemperatureChange] = {}
+        #: Which of the plan's loops are awake, by their places.
+        self._awake: set[int] = set()
+        #: What the loops that sleep read at the last measurement, by site.
+        self._before: dict[str, dict[str, Tensor]] = {}
 
     def log_temperatures(self, site: str) -> Tensor:
         """What a site has, or would have if this were not dry: see `SiteTemperature.log_temperatures`."""
@@ -64,12 +76,30 @@ class TemperatureGovernor:
             self._set(change.site, self._wanted_of(change))
         return changes
 
-    def look(self, snapshot: Snapshot) -> None:
-        """Decide what loops make of a snapshot."""
-        for site, held in self.temperature.sites.items():
+    def wake(self) -> None:
+        """Wake all loops."""
+        self._awake.update(range(len(self._plan.loops)))
+
+    def look(self, snapshot: Snapshot) -> list[Waking]:
+        """Decide what loops make of a snapshot.
+
+        Returns:
+            What has woken loops.
+        """
+        read = {
+            site: self._read(loop, held, snapshot)
+            for site, held in self.temperature.sites.items()
+            if (loop := self._plan.loop_of(site)) is not None and site in snapshot.heads
+        }
+        woken = [waking for number, loop in enumerate(self._plan.loops) for waking in self._woken(number, loop, read)]
+        for site, of_site in read.items():
             loop = self._plan.loop_of(site)
-            if loop is not None and site in snapshot.heads:
-                self._look(loop, held, snapshot)
+            if loop is not None and self._plan.loops.index(loop) in self._awake:
+                self._before.pop(site, None)
+                self._decide(loop, self.temperature.sites[site], of_site, snapshot.step)
+            else:
+                self._before[site] = of_site
+        return woken
 
     def act(self, step: int) -> list[TemperatureChange]:
         """Do what was decided."""
@@ -83,27 +113,54 @@ class TemperatureGovernor:
 
     def state_dict(self) -> dict[str, Any]:
         """What was decided and not done, in plain values and tensors."""
-        return {"wanted": self._wanted, "waiting": {site: change.to_dict() for site, change in self._waiting.items()}}
+        return {
+            "awake": sorted(self._awake),
+            "before": self._before,
+            "wanted": self._wanted,
+            "waiting": {site: change.to_dict() for site, change in self._waiting.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off."""
+        self._awake = set(state["awake"])
+        self._before = {site: dict(read) for site, read in state["before"].items()}
         self._wanted = dict(state["wanted"])
         self._waiting = {site: TemperatureChange(**values) for site, values in state["waiting"].items()}
 
-    def _look(self, loop: TemperatureControl, held: SiteTemperature, snapshot: Snapshot) -> None:
-        now, applied = self.log_temperatures(held.site), held.log_temperatures
-        read = {name: _read(snapshot, held.site, name) for name in loop.statistics}
+    def _read(self, loop: TemperatureControl, held: SiteTemperature, snapshot: Snapshot) -> dict[str, Tensor]:
+        """What a loop reads of a site."""
+        read = {name: _values(snapshot, held.site, name) for name in loop.statistics}
         if "logit_std" in read:
             products = (read["logit_std"].square() - held.bias_std.double().square()).clamp(min=0).sqrt()
-            # What a dry run would have made of the deviation that it did not change.
-            read["logit_std"] = products * (applied - now).exp()
-        scale = None
-        if "logit_std" in read:
-            scale = [None if math.isnan(value) else value for value in (read["logit_std"] * now.exp()).tolist()]
+            # In a dry run: what it would have made of the deviation that it did not change.
+            read["logit_std"] = products * (held.log_temperatures - self.log_temperatures(held.site)).exp()
+        return read
+
+    def _woken(
+        self, number: int, loop: TemperatureControl, read: Mapping[str, Mapping[str, Tensor]]
+    ) -> Iterator[Waking]:
+        """Wake a loop if one of its heads does, and say which."""
+        if number in self._awake:
+            return
+        for site, of_site in read.items():
+            if self._plan.loop_of(site) is not loop:
+                continue
+            heads = loop.wakes(of_site, self._before.get(site)).nonzero()[:, 0].tolist()
+            if heads:
+                self._awake.add(number)
+                yield Waking(site, heads[0], loop)
+                return
+
+    def _decide(self, loop: TemperatureControl, held: SiteTemperature, read: Mapping[str, Tensor], step: int) -> None:
+        """Decide what a loop makes of what it has read."""
+        now = self.log_temperatures(held.site)
         moved = loop.moved(now.expand(held.heads), read)
         if held.is_shared:  # what the hottest head needs
             moved = moved.max().reshape(1)
-        for change in self._decided(snapshot.step, held, moved, scale):
+        scale = None
+        if "logit_std" in read:
+            scale = [None if math.isnan(value) else value for value in (read["logit_std"] * now.exp()).tolist()]
+        for change in self._decided(step, held, moved, scale):
             self._waiting[held.site] = change
 
     def _decided(
@@ -130,6 +187,6 @@ class TemperatureGovernor:
             self.temperature.sites[site].set(log_temperatures)
 
 
-def _read(snapshot: Snapshot, site: str, statistic: str) -> Tensor:
+def _values(snapshot: Snapshot, site: str, statistic: str) -> Tensor:
     values = [math.nan if value is None else value for value in snapshot[site, statistic]]
     return torch.tensor(values, dtype=torch.float64)
