@@ -67,10 +67,10 @@ class TemperatureControl(ABC):
 class HoldLogitScale(TemperatureControl):
     r"""Holds the deviation of each head's logits in a band by what it is before the temperature.
 
-    The loop sleeps until a head's raw scale is above ``wakes_at``, or above half of it and growing so fast that it would
-    be above twice as much at the next measurement. From then on it holds all heads: where one is about to saturate
-    others follow, and it takes less to hold them early. A run in which no head comes so far, such as most
-    that are well, is left as it is to the last digit.
+    The loop sleeps until a head's raw scale is above ``wakes_at``, or above half of it and growing so fast that the next
+    measurement would find twice as much. From then on it holds all heads: where one is about to saturate others follow,
+    and it takes less to hold them early. A run in which no head comes so far, such as most that are well, is left as it
+    is to the last digit.
 
     Of a head whose queries and keys, row by row, have products of the deviation ``s`` (the raw scale), the temperature
     goes to
@@ -84,9 +84,9 @@ class HoldLogitScale(TemperatureControl):
     Stability: the raw scale does not depend on the temperature of the same step. While it stands still the distance
     ``log τ* − log τ`` shrinks by ``1 − gain`` at each move and never changes its sign: nothing oscillates. While it
     grows by a factor ``r`` between two moves, the logits stay behind by at most ``log r / gain`` (as long as that is
-    less than ``log max_change``). In the long run weights may grow because the temperature lets them: with ``s ∝ τ^ε`` a
-    move shrinks the distance by ``1 − gain (1 − ε)``, which settles for every ``ε < 1``; from ``ε = 1`` on, temperature
-    and weights would chase each other, and the limit of the callback ends it.
+    less than ``log max_change``). In the long run weights may grow because the temperature lets them: with ``s ∝ τ^ε``
+    a move shrinks the distance by ``1 − gain (1 − ε)``, which settles for every ``ε < 1``; from ``ε = 1`` on,
+    temperature and weights would chase each other, and the limit of the callback ends it.
 
     Args:
         upper: the deviation of logits that heads are brought down to.
