@@ -16,11 +16,12 @@ from lightning_attn.transition import Transition, find_transition  # noqa: E402
 from lightning_attn.warning.early_warning import EarlyWarning  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_attn.callbacks import AttentionEarlyWarning, AttentionMonitor, EarlyWarningError
+    from lightning_attn.callbacks import AdaptiveTemperature, AttentionEarlyWarning, AttentionMonitor, EarlyWarningError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveTemperature",
     "AttentionCall",
     "AttentionEarlyWarning",
     "AttentionMonitor",

@@ -14,6 +14,7 @@ from lightning_attn.callbacks.rule_choice import chosen_rules
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.subscription import Subscription
 from lightning_attn.callbacks.warning_actions import Actions, WarningActions
+from lightning_attn.callbacks.warning_board import WarningBoard
 from lightning_attn.callbacks.warning_log import WarningLog
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.capture.sites import SiteNames
@@ -166,6 +167,7 @@ class AttentionEarlyWarning(Callback):
             self._log.begin()
             self.warnings.clear()
         self._actions.stopped_for = None
+        WarningBoard.of(trainer).hang(self._key, self.warnings)
         self._log.open(trainer, self._folder, self.warnings)
 
     def on_train_batch_start(

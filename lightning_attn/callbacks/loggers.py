@@ -43,7 +43,8 @@ def log_heat_maps(trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
     known = known_statistics()
     for statistic in snapshot.statistics:
         summary = snapshot.summary(statistic)
-        if summary is None or (known[statistic].is_fault and summary.max == 0):
+        is_fault = statistic in known and known[statistic].is_fault
+        if summary is None or (is_fault and summary.max == 0):
             continue
         picture = heat_map(snapshot, statistic)
         for writer in writers:

@@ -42,6 +42,11 @@ class CaptureSchedule:
         self._watched_steps = 0
         self._announced = 0
 
+    @property
+    def step(self) -> int:
+        """How many optimiser steps the run has made."""
+        return self._steps.count
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on at the same cadence."""
         return {

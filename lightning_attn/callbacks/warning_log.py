@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_attn.callbacks.loggers import log_scalars, log_text
+from lightning_attn.callbacks.run_file import checked_name, file_path
 from lightning_attn.callbacks.warning_file import WarningFile
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.warning.announcer import Announcer
@@ -32,11 +32,8 @@ class WarningLog:
     """
 
     def __init__(self, quiet_steps: int, file: str | None, print_summary: bool) -> None:
-        file = os.fspath(file) if isinstance(file, os.PathLike) else file
-        if file is not None and not (isinstance(file, str) and file):
-            raise ValueError(f"`file` must be the name of a file, or None for none, got {file!r}.")
         self._announcer = Announcer(quiet_steps)
-        self._file_name = file
+        self._file_name = checked_name(file)
         self._print_summary = print_summary
         self._file: WarningFile | None = None
         self._run: str | None = None
@@ -66,7 +63,7 @@ class WarningLog:
             known: what was found in this run already.
         """
         if self._file_name is not None and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            file = WarningFile(_joined(folder, self._file_name), self._run)
+            file = WarningFile(file_path(folder, self._file_name), self._run)
             if self._file is None or (self._file.path, self._file.run) != (file.path, file.run):
                 self._file = file  # a file that could not be written is not tried, and told of, again
             self._run = self._file.run
@@ -105,10 +102,6 @@ class WarningLog:
                 rank_zero_info(f"AttentionEarlyWarning. {text}")
             else:
                 rank_zero_warn(f"AttentionEarlyWarning. {text}", category=AttentionWarning)
-
-
-def _joined(folder: str, name: str) -> str:
-    return name if "://" in name or os.path.isabs(name) else f"{folder.rstrip('/')}/{name}"
 
 
 def _markdown(messages: Sequence[str]) -> str:

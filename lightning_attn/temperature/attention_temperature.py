@@ -13,6 +13,7 @@ from torch import nn
 from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.met import Met
 from lightning_attn.capture.sites import SiteNames, SitePatterns
+from lightning_attn.capture.spread import is_spread
 from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.temperature.agreement import Finding, agreed
 from lightning_attn.temperature.layouts import guesses, likely
@@ -71,6 +72,12 @@ class AttentionTemperature:
     def __getitem__(self, site: str) -> list[float]:
         """The temperature of each head of a site."""
         return self.sites[site].temperatures
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks have divided parameters that temperatures are written into among each other."""
+        held = (held.projection for held in self.sites.values())
+        return any(is_spread(projection.tensor(part)) for projection in held for part in projection.parameters)
 
     def set_temperatures(self, site: str, temperatures: float | Sequence[float]) -> None:
         """Change the temperatures of a site: one for all its heads, or one for each.
@@ -177,6 +184,17 @@ class AttentionTemperature:
         for held in self.sites.values():
             held.attach(self._copies)
 
+    def fold(self) -> dict[str, str]:
+        """Write the temperatures into the parameters, and leave nothing behind, but where that cannot be.
+
+        Returns:
+            The sites whose temperatures stay attached, with the reason: there is nothing to write them into, or their
+            module was proven to give something else with it.
+        """
+        left = {site: reason for site, held in self.sites.items() if (reason := held.fold())}
+        self.sites = {site: self.sites[site] for site in left}
+        return left
+
     def detach(self) -> None:
         """Write the temperatures into the parameters, and leave nothing behind on the model."""
         for held in self.sites.values():
@@ -185,7 +203,7 @@ class AttentionTemperature:
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on with the temperatures after a restart, to the last digit; all ranks must ask."""
-        return {site: held.state_dict() for site, held in self.sites.items() if site not in self.guessed}
+        return {site: {**held.state_dict(), "is_guessed": site in self.guessed} for site, held in self.sites.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on with temperatures whose model has been loaded.
@@ -201,6 +219,8 @@ class AttentionTemperature:
                 except AttributeError:  # another model
                     others.append(site)
                     continue
+            if of_site["is_guessed"]:
+                self.guessed.add(site)
             if not self.sites[site].load_state_dict(of_site):
                 others.append(site)
         return others
