@@ -25,7 +25,7 @@ from lightning_attn.tensorboard import heat_map
 DEFAULT_CADENCE, WARNING_CADENCE, LOOP_CADENCE, HEAT_MAP_CADENCE = 50, 10, 10, 500
 WARM_UP_STEPS = 4
 #: Deviations of logits that no head of a model that has learned nothing is below.
-HELD = HoldLogitScale(upper=1e-4)
+HELD = HoldLogitScale(upper=1e-4, wakes_at=None)
 
 
 class Stopwatch(Callback):

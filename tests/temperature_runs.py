@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_attn import AdaptiveTemperature
+from lightning_attn.temperature import HoldLogitScale
 
 FILE = "attention_temperature.jsonl"
 SITES = ("blocks.0", "blocks.1")
@@ -141,6 +142,11 @@ class Hot(Decoder):
 
     def __init__(self, kind: type[HandWritten] = Separate, scale: float = 30.0) -> None:
         super().__init__(kind, scale=scale)
+
+
+def awake(upper: float = 4.0, lower: float | None = None, gain: float = 0.8, max_change: float = 4.0) -> HoldLogitScale:
+    """A loop that does not sleep."""
+    return HoldLogitScale(upper, None, lower, gain, max_change)
 
 
 def adaptive(control: Any = None, **arguments: Any) -> AdaptiveTemperature:

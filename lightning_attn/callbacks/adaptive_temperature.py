@@ -20,6 +20,7 @@ from lightning_attn.callbacks.warning_board import WarningBoard
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.request import Request
+from lightning_attn.snapshot import Snapshot
 from lightning_attn.temperature.attention_temperature import AttentionTemperature
 from lightning_attn.temperature.governor import TemperatureGovernor
 from lightning_attn.temperature.plan import Control, TemperaturePlan
@@ -211,7 +212,7 @@ class AdaptiveTemperature(Callback):
             governed = [site for site in snapshot.sites if self._plan.governs(site)]
             self._search.settle(governor.temperature, governed, trainer.precision_plugin.forward_context)
             if self._started_at is not None and self._plan.loops:
-                governor.look(snapshot)
+                self._look(governor, snapshot)
                 self._has_looked = True
         self._search.forget()
         if self._schedule.batch_ends(trainer, was_watched, was_captured=bool(snapshot)):
@@ -276,12 +277,20 @@ class AdaptiveTemperature(Callback):
         is_first = self._started_at is None and self._has_come(trainer, step)
         if is_first:
             self._started_at = step
+            if self._start.waits_for_warnings:
+                governor.wake()
             if step > 0:
                 self._log.say(f"switched on at step {step}; {self._plan}.")
         if self._started_at is not None and self._plan.has_schedules:
             governor.follow_schedules(step, self._started_at)
             if is_first or self._logging.is_due(step):
                 self._log.write(trainer, step, governor)
+
+    def _look(self, governor: TemperatureGovernor, snapshot: Snapshot) -> None:
+        """Decide on temperatures, and say what has woken a loop that slept."""
+        for loop, site, head in governor.look(snapshot):
+            if snapshot.step > 0:
+                self._log.say(f"head {head} of {site} wakes it at step {snapshot.step}; {loop}.")
 
     def _has_come(self, trainer: pl.Trainer, step: int) -> bool:
         """Whether it is time to switch on."""

@@ -29,6 +29,15 @@ class TemperatureControl(ABC):
         self.gain = _check(lambda gain: 0 < gain <= 1, "gain", gain, "a number above 0 and at most 1")
         self.max_change = _check(lambda factor: factor > 1, "max_change", max_change, "a factor above 1")
 
+    def wakes(self, read: Mapping[str, Tensor], before: Mapping[str, Tensor] | None) -> Tensor:
+        """Which of some heads wake the loop, which until then does nothing; all, if it does not sleep.
+
+        Args:
+            read: see `moved`; the temperatures are 1 still.
+            before: the same of the measurement before; ``None`` where there was none.
+        """
+        return torch.ones_like(next(iter(read.values())), dtype=torch.bool)
+
     def moved(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """The logarithms of the temperatures of some heads after one move.
 
@@ -57,6 +66,11 @@ class TemperatureControl(ABC):
 class HoldLogitScale(TemperatureControl):
     r"""Holds the deviation of each head's logits in a band by what it is before the temperature.
 
+    The loop sleeps until a head's raw scale is above ``wakes_at``, or above half of it and growing so fast that the
+    next measurement would find twice as much. From then on it holds all heads: where one is about to saturate others
+    follow, and it takes less to hold them early. A run in which no head comes so far, such as most that are well, is
+    left as it is to the last digit.
+
     Of a head whose queries and keys, row by row, have products of the deviation ``s`` (the raw scale), the temperature
     goes to
 
@@ -75,6 +89,7 @@ class HoldLogitScale(TemperatureControl):
 
     Args:
         upper: the deviation of logits that heads are brought down to.
+        wakes_at: the raw scale of a head that wakes the loop; ``None`` for a loop that does not sleep.
         lower: the one that they are brought up to; ``None`` for no such.
         gain: which share of the way is gone at once.
         max_change: by which factor a temperature may change at once.
@@ -84,22 +99,44 @@ class HoldLogitScale(TemperatureControl):
 
     Example:
         >>> control = HoldLogitScale(upper=4.0, gain=0.5)
-        >>> hot = {"logit_std": torch.tensor([16.0, 2.0])}
-        >>> control.moved(torch.zeros(2, dtype=torch.float64), hot).exp()
+        >>> cool, hot = torch.zeros(2, dtype=torch.float64), {"logit_std": torch.tensor([16.0, 2.0])}
+        >>> control.wakes(hot, before=None)
+        tensor([ True, False])
+        >>> control.moved(cool, hot).exp()
         tensor([2., 1.], dtype=torch.float64)
     """
 
     statistics = ("logit_std",)
 
     def __init__(
-        self, upper: float = 4.0, lower: float | None = None, gain: float = 0.8, max_change: float = 4.0
+        self,
+        upper: float = 3.0,
+        wakes_at: float | None = 10.0,
+        lower: float | None = None,
+        gain: float = 0.9,
+        max_change: float = 10.0,
     ) -> None:
         super().__init__(gain, max_change)
         self.upper = _check(lambda upper: upper > 0, "upper", upper, "a positive number")
+        self.wakes_at: float | None = None
+        if wakes_at is not None:
+            allowed = f"a number of at least `upper` ({upper}), or None"
+            self.wakes_at = _check(lambda scale: scale >= self.upper, "wakes_at", wakes_at, allowed)
         self.lower: float | None = None
         if lower is not None:
             allowed = f"a positive number below `upper` ({upper}), or None"
             self.lower = _check(lambda lower: 0 < lower < self.upper, "lower", lower, allowed)
+
+    def wakes(self, read: Mapping[str, Tensor], before: Mapping[str, Tensor] | None) -> Tensor:
+        """Which heads have a raw scale that wakes the loop, or are about to."""
+        if self.wakes_at is None:
+            return super().wakes(read, before)
+        scale = read["logit_std"]
+        is_above = scale > self.wakes_at
+        if before is None:
+            return is_above
+        next_scale = scale * (scale / before["logit_std"])
+        return is_above | ((scale > self.wakes_at / 2) & (next_scale > 2 * self.wakes_at))
 
     def error(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """How far the temperatures are below those that bring the deviation into the band."""
@@ -111,7 +148,7 @@ class HoldLogitScale(TemperatureControl):
 
     def __str__(self) -> str:
         band = f"at most {self.upper:g}" if self.lower is None else f"between {self.lower:g} and {self.upper:g}"
-        return f"holds logit_std {band}"
+        return f"holds the logit_std of all heads {band}"
 
 
 class HoldEntropy(TemperatureControl):

@@ -16,6 +16,7 @@ from lightning_attn.temperature.change import TemperatureChange
 from lightning_attn.temperature.control import TemperatureControl
 from lightning_attn.temperature.plan import TemperaturePlan
 from lightning_attn.temperature.site_temperature import SiteTemperature
+from lightning_attn.temperature.waking import Waking, Woken
 
 
 class TemperatureGovernor:
@@ -34,6 +35,7 @@ class TemperatureGovernor:
         self.temperature = temperature
         self._plan = plan
         self._is_dry = is_dry
+        self._waking = Waking(plan)
         #: What a dry run would have set, by sites.
         self._imagined: dict[str, Tensor] = {}
         #: What was decided and not done, by sites: logarithms of temperatures, and the record of it.
@@ -68,12 +70,24 @@ class TemperatureGovernor:
                 if decided is not None:
                     self._do(*decided)
 
-    def look(self, snapshot: Snapshot) -> None:
-        """Decide what loops make of a snapshot."""
-        for site, held in self.temperature.sites.items():
-            loop = self._plan.loop_of(site)
-            if loop is not None and site in snapshot.heads:
-                self._look(loop, held, snapshot)
+    def wake(self) -> None:
+        """Wake all loops that sleep."""
+        self._waking.wake()
+
+    def look(self, snapshot: Snapshot) -> list[Woken]:
+        """Decide what loops make of a snapshot.
+
+        Returns:
+            The loops that it has woken.
+        """
+        loops = {site: self._plan.loop_of(site) for site in self.temperature.sites if site in snapshot.heads}
+        read = {site: self._read(loop, site, snapshot) for site, loop in loops.items() if loop is not None}
+        woken = self._waking.look(read)
+        for site, of_site in read.items():
+            loop = loops[site]
+            if loop is not None and self._waking.is_awake(loop):
+                self._decide(loop, self.temperature.sites[site], of_site, snapshot.step)
+        return woken
 
     def act(self, step: int) -> None:
         """Do what was decided.
@@ -104,6 +118,7 @@ class TemperatureGovernor:
     def state_dict(self) -> dict[str, Any]:
         """What was decided or done and not taken up, in plain values and tensors."""
         return {
+            "waking": self._waking.state_dict(),
             "imagined": dict(self._imagined),
             "waiting": {site: (allowed, change.to_dict()) for site, (allowed, change) in self._waiting.items()},
             "done": {site: change.to_dict() for site, change in self._done.items()},
@@ -111,28 +126,34 @@ class TemperatureGovernor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off."""
+        self._waking.load_state_dict(state["waking"])
         self._imagined = dict(state["imagined"])
         self._waiting = {
             site: (allowed, TemperatureChange.from_dict(values)) for site, (allowed, values) in state["waiting"].items()
         }
         self._done = {site: TemperatureChange.from_dict(values) for site, values in state["done"].items()}
 
-    def _look(self, loop: TemperatureControl, held: SiteTemperature, snapshot: Snapshot) -> None:
-        now, applied = self.log_temperatures(held.site), held.log_temperatures
-        if "logit_std" not in loop.statistics:
-            now = applied  # what a dry run would have made of it cannot be told; it says what the first move would be
-        read = {name: _read(snapshot, held.site, name) for name in loop.statistics}
-        scale = None
+    def _read(self, loop: TemperatureControl, site: str, snapshot: Snapshot) -> dict[str, Tensor]:
+        """What a loop reads of a site."""
+        held = self.temperature.sites[site]
+        read = {name: _values(snapshot, site, name) for name in loop.statistics}
         if "logit_std" in read:
             products = (read["logit_std"].square() - held.bias_std.double().square()).clamp(min=0).sqrt()
             # What a dry run would have made of the deviation that it did not change.
-            read["logit_std"] = products * (applied - now).exp()
-            raw = (products * applied.exp()).tolist()
-            scale = [value if math.isfinite(value) else None for value in raw]
+            read["logit_std"] = products * (held.log_temperatures - self.log_temperatures(site)).exp()
+        return read
+
+    def _decide(self, loop: TemperatureControl, held: SiteTemperature, read: Mapping[str, Tensor], step: int) -> None:
+        """Decide what a loop makes of what it has read."""
+        now, scale = self.log_temperatures(held.site), None
+        if "logit_std" in read:
+            scale = [value if math.isfinite(value) else None for value in (read["logit_std"] * now.exp()).tolist()]
+        else:
+            now = held.log_temperatures  # what a dry run would have made of it cannot be told: it says the first move
         moved = loop.moved(now.expand(held.heads), read)
         if held.is_shared:  # what the hottest head needs
             moved = moved.max().reshape(1)
-        decided = self._decided(snapshot.step, held, moved, scale)
+        decided = self._decided(step, held, moved, scale)
         if decided is not None:
             self._waiting[held.site] = decided
         else:
@@ -166,6 +187,6 @@ def _of_heads(change: TemperatureChange, heads: int) -> TemperatureChange:
     return replace(change, before=before, after=after)
 
 
-def _read(snapshot: Snapshot, site: str, statistic: str) -> Tensor:
+def _values(snapshot: Snapshot, site: str, statistic: str) -> Tensor:
     values = [math.nan if value is None else value for value in snapshot[site, statistic]]
     return torch.tensor(values, dtype=torch.float64)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from models import Encoder, LanguageModel, Trained, VisionTransformer, batches, trainer
-from temperature_runs import Decoder, Explicit, Fused, Grouped, HandWritten, Separate, adaptive, run, tokens
+from temperature_runs import Decoder, Explicit, Fused, Grouped, HandWritten, Separate, adaptive, awake, run, tokens
 from torch import Tensor, nn
 
 from lightning_attn import AdaptiveTemperature
-from lightning_attn.temperature import CosineTemperature, HoldLogitScale
+from lightning_attn.temperature import CosineTemperature
 
 SCHEDULES: dict[str, Any] = {
     "constant": 3.0,
@@ -137,7 +137,7 @@ def test_a_healthy_run_is_bit_identical(model_class: type[Trained]) -> None:
 
 def test_what_a_bias_adds_to_logits_drives_no_temperature() -> None:
     """Slopes of up to one per place deviate by more than is held."""
-    callback = adaptive(HoldLogitScale(upper=2.0), every_n_steps=1)
+    callback = adaptive(awake(upper=2.0), every_n_steps=1)
     run(Decoder(Explicit), callback)
     assert {value for values in callback.temperatures.values() for value in values} == {1.0}
 
@@ -145,11 +145,11 @@ def test_what_a_bias_adds_to_logits_drives_no_temperature() -> None:
 @pytest.mark.parametrize("kind", [Fused, Separate, Grouped, Explicit])
 def test_the_deviation_of_logits_is_held(kind: type[HandWritten]) -> None:
     model = Decoder(kind, scale=100.0)
-    callback = adaptive(HoldLogitScale(upper=1.0), every_n_steps=1)
+    callback = adaptive(awake(upper=1.0), every_n_steps=1)
     trainer(callback, max_epochs=1).fit(model, batches(12))
     assert all(value > 2 for values in callback.temperatures.values() for value in values)
     assert {len(set(values)) for values in callback.temperatures.values()} == {4}  # heads differ
-    check = AdaptiveTemperature(HoldLogitScale(upper=1.0), every_n_steps=1, dry_run=True, print_summary=False)
+    check = AdaptiveTemperature(awake(upper=1.0), every_n_steps=1, dry_run=True, print_summary=False)
     trainer(check, max_steps=1).fit(Frozen(model), batches(1))
     # What it leaves is what a dry run finds nothing to do about.
     assert all(value < 1.3 for values in check.temperatures.values() for value in values)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from listening import hearing
 from models import HEADS, WIDTH
-from temperature_runs import FILE, Decoder, Fused, HandWritten, Hot, Separate, adaptive, lines, run
+from temperature_runs import FILE, Decoder, Fused, HandWritten, Hot, Separate, adaptive, awake, lines, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional
@@ -53,7 +53,7 @@ def assert_joined(told: list[dict[str, Any]], temperatures: dict[str, list[float
 
 
 def test_a_closed_loop_writes_every_move_once() -> None:
-    callback = adaptive(HoldLogitScale(1.0))
+    callback = adaptive(awake(1.0))
     run(Hot(), callback, steps=9)
     told = lines(Path(FILE))
     assert_joined(told, callback.temperatures)
@@ -93,7 +93,7 @@ def test_runs_are_told_apart_and_no_file_is_none(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
     with hearing() as warned:
-        run(model := Hot(), adaptive(HoldLogitScale(1.0)))
+        run(model := Hot(), adaptive(awake(1.0)))
     assert len(warned) == 1 and "not written" in warned[0] and len(model.losses) == 6
 
 
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(tmp_pat
 
 
 def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
-    run(Hot(), adaptive(HoldLogitScale(1.0)), steps=9)
+    run(Hot(), adaptive(awake(1.0)), steps=9)
     assert len(said) == 2
     assert said[0].startswith("AdaptiveTemperature: at step 1 temperatures of blocks.0 begin to move: head 0 ")
     assert "without it" in said[0]
@@ -117,9 +117,18 @@ def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
     assert said == []
 
 
+def test_what_wakes_a_loop_is_said(said: list[str]) -> None:
+    run(Hot(scale=12.0), callback := adaptive(HoldLogitScale(3.0, 4.0), every_n_steps=1), steps=12)
+    woken = [text for text in said if "wakes it" in text]
+    assert len(woken) == 1 and max(map(max, callback.temperatures.values())) > 1
+    said.clear()
+    run(Hot(), adaptive(HoldLogitScale(3.0, 1000.0), every_n_steps=1), steps=6)
+    assert said == []
+
+
 def test_a_limit_is_said_once_of_each_head() -> None:
     with hearing() as warned:
-        run(Hot(), callback := adaptive(HoldLogitScale(0.1), max_temperature=3.0, every_n_steps=1), steps=9)
+        run(Hot(), callback := adaptive(awake(0.1), max_temperature=3.0, every_n_steps=1), steps=9)
     assert all(values == pytest.approx([3.0] * HEADS) for values in callback.temperatures.values())
     assert len(warned) == 2
     assert "at step 1 the temperature of head 0, 1, 2, 3 of blocks.0 has come to its limit of 3" in warned[0]
@@ -129,7 +138,7 @@ def test_a_limit_is_said_once_of_each_head() -> None:
 
 
 def test_a_lower_limit_and_that_of_a_course_blame_no_weights() -> None:
-    for control in (HoldLogitScale(100.0, lower=50.0), ConstantTemperature(0.2)):
+    for control in (awake(100.0, lower=50.0), ConstantTemperature(0.2)):
         with hearing() as warned:
             run(Hot(scale=1.0), adaptive(control, min_temperature=0.5), steps=9)
         assert len(warned) == 2 and all("limit of 0.5 and goes no farther." in text for text in warned)
@@ -152,7 +161,7 @@ class UnfindableFirst(Decoder):
 
 def test_what_cannot_be_found_is_said_once_with_a_reason() -> None:
     with hearing() as warned:
-        run(UnfindableFirst(), callback := adaptive(HoldLogitScale(1.0), every_n_steps=1), steps=9)
+        run(UnfindableFirst(), callback := adaptive(awake(1.0), every_n_steps=1), steps=9)
     (message,) = warned
     assert message.startswith("AdaptiveTemperature: the temperature of blocks.0 stays 1: no module of it was proven")
     assert set(callback.temperatures) == {"blocks.1"}
@@ -184,7 +193,7 @@ def test_queries_that_are_zero_at_first_are_found_later() -> None:
 
 
 def test_a_summary_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Hot(), adaptive(HoldLogitScale(1.0), print_summary=True))
+    run(Hot(), adaptive(awake(1.0), print_summary=True))
     out = capsys.readouterr().out
     assert "temperatures of 8 of 8 heads; they are written into the weights" in out and "blocks.1, head 3" in out
     run(Decoder(), adaptive(print_summary=True))
@@ -194,7 +203,7 @@ def test_a_summary_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
 # A dry run.
 
 
-@pytest.mark.parametrize("control", [HoldLogitScale(1.0), CosineTemperature(4.0, 1.5, 5), HoldEntropy(0.9, 0.95)])
+@pytest.mark.parametrize("control", [awake(1.0), CosineTemperature(4.0, 1.5, 5), HoldEntropy(0.9, 0.95)])
 def test_a_dry_run_changes_nothing_and_tells_what_it_would(control: Any, said: list[str]) -> None:
     run(plain := Hot())
     run(dry := Hot(), callback := adaptive(control, dry_run=True))
@@ -216,7 +225,7 @@ def test_a_dry_run_changes_nothing_and_tells_what_it_would(control: Any, said: l
 
 def test_scalars_and_heat_maps(tmp_path: Path) -> None:
     loggers = [TensorBoardLogger(tmp_path, name="", version="t"), CSVLogger(tmp_path, name="", version="c")]
-    callback = adaptive(HoldLogitScale(1.0), heat_map_every_n_steps=4)
+    callback = adaptive(awake(1.0), heat_map_every_n_steps=4)
     run(Hot(), callback, logger=loggers, steps=9)
     board = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0})
     board.Reload()
@@ -292,6 +301,6 @@ def test_nothing_is_left_after_that(caplog: pytest.LogCaptureFixture) -> None:
 def test_fused_and_grouped_heads_have_their_own(said: list[str]) -> None:
     kinds: list[type[HandWritten]] = [Fused, Separate]
     for kind in kinds:
-        run(Decoder(kind, scale=50.0), callback := adaptive(HoldLogitScale(1.0), every_n_steps=1), steps=8)
+        run(Decoder(kind, scale=50.0), callback := adaptive(awake(1.0), every_n_steps=1), steps=8)
         assert all(len(set(values)) == HEADS for values in callback.temperatures.values())
     assert WIDTH % HEADS == 0 and said

@@ -18,7 +18,7 @@ from listening import hearing
 from models import trainer
 from rank_pool import RankPool
 from shared_batches import EVEN, UNEVEN, SharesBatches, batch, parts
-from temperature_runs import lines
+from temperature_runs import awake, lines
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -27,10 +27,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_attn import AdaptiveTemperature, AttentionMonitor
-from lightning_attn.temperature import CosineTemperature, HoldLogitScale
+from lightning_attn.temperature import CosineTemperature
 
 FILE = "attention_temperature.jsonl"
-LOOP, COURSE = HoldLogitScale(upper=0.5), CosineTemperature(4.0, 1.5, 4)
+LOOP, COURSE = awake(upper=0.5), CosineTemperature(4.0, 1.5, 4)
 FIRST, SEARCH, STEADY = ["MAX", "gather", "MAX", "SUM"], ["gather"], ["MAX", "SUM"]
 
 

@@ -15,17 +15,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from listening import hearing
 from models import batches
-from temperature_runs import FILE, Decoder, Fused, Hot, Separate, adaptive, lines, run, tokens
+from temperature_runs import FILE, Decoder, Fused, Hot, Separate, adaptive, awake, lines, run, tokens
 from torch import Tensor
 
 from lightning_attn import AdaptiveTemperature
-from lightning_attn.temperature import CosineTemperature, HoldLogitScale
+from lightning_attn.temperature import CosineTemperature
 
 STEPS, EPOCHS = 5, 3
 CONTROLS: dict[str, Any] = {
-    "closed loop": HoldLogitScale(upper=1.0),
+    "closed loop": awake(upper=1.0),
     "schedule": CosineTemperature(4.0, 0.5, 11),
-    "both": {"blocks.0": HoldLogitScale(upper=1.0), "*": CosineTemperature(4.0, 0.5, 11)},
+    "both": {"blocks.0": awake(upper=1.0), "*": CosineTemperature(4.0, 0.5, 11)},
 }
 
 
@@ -264,10 +264,10 @@ def test_in_the_midst_of_accumulation_it_goes_on_as_it_was(tmp_path: Path) -> No
             number = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
 
-    whole = adaptive(HoldLogitScale(1.0), every_n_steps=1)
+    whole = adaptive(awake(1.0), every_n_steps=1)
     run(Shuffles(), whole, SavesMidway(), accumulate_grad_batches=3, steps=9)
     for number in (1, 2, 4, 5):
-        after = adaptive(HoldLogitScale(1.0), every_n_steps=1)
+        after = adaptive(awake(1.0), every_n_steps=1)
         with hearing() as said:
             run(Shuffles(), after, accumulate_grad_batches=3, steps=9, path=tmp_path / f"{number}.ckpt")
         assert said == []
@@ -281,7 +281,7 @@ def test_with_other_settings_a_run_goes_on_from_its_temperatures(tmp_path: Path)
     callback = adaptive()
     running = run(Shuffles(), callback)
     running.save_checkpoint(tmp_path / "last.ckpt")
-    after = adaptive(HoldLogitScale(2.0), every_n_steps=100, file=None)
+    after = adaptive(awake(2.0), every_n_steps=100, file=None)
     run(Shuffles(), after, path=tmp_path / "last.ckpt", max_epochs=2)
     assert after.temperatures == callback.temperatures
     # A run that has nothing left to do keeps what it was given.
@@ -317,7 +317,7 @@ def test_averages_of_weights(average: str, comes: str, tmp_path: Path) -> None:
         pytest.skip("this version of Lightning has no weight averaging")
 
     def together() -> tuple[SeesAll, AdaptiveTemperature, list[pl.Callback]]:
-        sees, ours, theirs = SeesAll(), adaptive(HoldLogitScale(1.0)), AVERAGES[average]()
+        sees, ours, theirs = SeesAll(), adaptive(awake(1.0)), AVERAGES[average]()
         return sees, ours, [ours, theirs, sees] if comes == "before" else [theirs, ours, sees]
 
     arguments: dict[str, Any] = {"max_epochs": 3, "steps": 4, "enable_checkpointing": True, "validation": True}

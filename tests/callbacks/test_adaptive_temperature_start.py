@@ -15,12 +15,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from listening import hearing
 from models import batches, trainer
 from rank_pool import RankPool
-from temperature_runs import FILE, Hot, adaptive, lines, run
+from temperature_runs import FILE, Hot, adaptive, awake, lines, run
 from torch import distributed as dist
 
 from lightning_attn import AttentionEarlyWarning
 from lightning_attn.callbacks.session import CaptureSession
-from lightning_attn.temperature import HoldLogitScale
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def warns(steps: list[int], severity: Any = "warning", name: str = "scripted") -
 
 
 def test_at_a_step_and_nothing_is_measured_before_but_for_the_search() -> None:
-    callback = adaptive(HoldLogitScale(1.0), start=5, every_n_steps=1)
+    callback = adaptive(awake(1.0), start=5, every_n_steps=1)
     running = run(Hot(), callback, steps=9)
     assert callback.started_at == 5
     assert CaptureSession.of(running).watched_steps == 1 + 4
@@ -56,7 +55,7 @@ def test_at_a_step_and_nothing_is_measured_before_but_for_the_search() -> None:
 def test_with_a_warning_of_that_kind_in_either_order(
     start: Any, severity: Any, name: str, expected: int | None, order: int
 ) -> None:
-    callback = adaptive(HoldLogitScale(1.0), start=start)
+    callback = adaptive(awake(1.0), start=start)
     with hearing():
         run(Hot(), *[callback, warns([3, 5], severity, name)][::order], steps=8)
     assert callback.started_at == expected
@@ -103,7 +102,7 @@ def test_both_go_on_from_a_checkpoint(order: int, tmp_path: Path) -> None:
     """Saved while it waits, in the very step of the warning, and when it has begun."""
 
     def both() -> list[Any]:
-        return [adaptive(HoldLogitScale(1.0), start="warning", every_n_steps=2), warns([3])][::order]
+        return [adaptive(awake(1.0), start="warning", every_n_steps=2), warns([3])][::order]
 
     arguments: dict[str, Any] = {"steps": 8, "enable_checkpointing": True}
     checkpoints = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
@@ -129,7 +128,7 @@ class Repeats(Hot):
 
 
 def on_ranks(folder: Path, order: int) -> tuple[Any, ...]:
-    callback = adaptive(HoldLogitScale(1.0), start="warning", file=None)
+    callback = adaptive(awake(1.0), start="warning", file=None)
     model = Hot()
     running = trainer(
         *[callback, warns([2])][::order], strategy=strategy(), devices=2, default_root_dir=folder, max_epochs=1

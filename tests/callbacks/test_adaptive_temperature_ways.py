@@ -16,14 +16,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
 from listening import hearing
 from models import HEADS, WIDTH, batches, trainer
-from temperature_runs import FILE, Decoder, Fused, Grouped, Hot, Separate, adaptive, lines, run, tokens
+from temperature_runs import FILE, Decoder, Fused, Grouped, Hot, Separate, adaptive, awake, lines, run, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_attn import AdaptiveTemperature
 from lightning_attn.callbacks.adaptive_temperature import _REFUSED_STRATEGIES
-from lightning_attn.temperature import CosineTemperature, HoldEntropy, HoldLogitScale
+from lightning_attn.temperature import CosineTemperature, HoldEntropy
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ class Watches(pl.Callback):
         self.seen.append((trainer.global_step, self.callback.temperatures))
 
 
-@pytest.mark.parametrize("control", [HoldLogitScale(1.0), CosineTemperature(5.0, 1.0, 4)])
+@pytest.mark.parametrize("control", [awake(1.0), CosineTemperature(5.0, 1.0, 4)])
 def test_all_batches_of_a_step_have_the_same_temperatures(control: Any) -> None:
     callback = adaptive(control, every_n_steps=1)
     watches = Watches(callback)
@@ -93,7 +93,7 @@ def test_two_optimisers_by_hand() -> None:
     run(expected := ByHand(course), steps=8)
     run(found := ByHand(), adaptive(course), steps=8)
     assert_near(found, expected)
-    run(model := ByHand(), callback := adaptive(HoldLogitScale(0.5)), steps=8)
+    run(model := ByHand(), callback := adaptive(awake(0.5)), steps=8)
     assert max(map(max, callback.temperatures.values())) > 1.5 and model.losses
     assert {line["step"] for line in lines(Path(FILE))} >= {1, 3, 5, 7}
 
@@ -171,8 +171,8 @@ def test_compiled_without_a_graph_break_or_another_compilation(kind: Any) -> Non
         run(model, callback, steps=steps)
         return Compiled.compilations, callback, model
 
-    few, _, _ = trained(HoldLogitScale(0.5), 3)
-    many, callback, _ = trained(HoldLogitScale(0.5), 24)
+    few, _, _ = trained(awake(0.5), 3)
+    many, callback, _ = trained(awake(0.5), 24)
     assert few == many >= 1
     assert max(map(max, callback.temperatures.values())) > 1.5
     moving, _, found = trained(CosineTemperature(6.0, 1.0, 20), 24)
@@ -194,7 +194,7 @@ class Rated(Hot):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-@pytest.mark.parametrize("control", [3.0, HoldLogitScale(1.0)])
+@pytest.mark.parametrize("control", [3.0, awake(1.0)])
 @pytest.mark.parametrize("order", [1, -1])
 def test_finding_a_learning_rate_before_it(control: Any, order: int) -> None:
     found = []
@@ -232,7 +232,7 @@ def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_as_bare_as_a_trainer_can_be() -> None:
-    callback = adaptive(HoldLogitScale(1.0))
+    callback = adaptive(awake(1.0))
     pl.Trainer(barebones=True, max_steps=5, accelerator="cpu", callbacks=[callback]).fit(Hot(), batches(5))
     assert max(map(max, callback.temperatures.values())) > 1.5
 
@@ -240,14 +240,14 @@ def test_as_bare_as_a_trainer_can_be() -> None:
 def test_several_of_them_for_different_sites(tmp_path: Path) -> None:
     def both() -> list[AdaptiveTemperature]:
         return [
-            adaptive(HoldLogitScale(1.0), sites="blocks.0", file="first.jsonl"),
+            adaptive(awake(1.0), sites="blocks.0", file="first.jsonl"),
             adaptive(2.0, sites=["blocks.1"], file="second.jsonl"),
         ]
 
     first, second = both()
     running = run(model := Hot(), first, second)
     assert set(first.temperatures) == {"blocks.0"} and set(second.temperatures) == {"blocks.1"}
-    run(Hot(), alone := adaptive({"blocks.0": HoldLogitScale(1.0), "blocks.1": 2.0}))
+    run(Hot(), alone := adaptive({"blocks.0": awake(1.0), "blocks.1": 2.0}))
     assert alone.temperatures == first.temperatures | second.temperatures
     running.save_checkpoint(tmp_path / "last.ckpt")
     after = both()
@@ -354,7 +354,7 @@ class NormedWithoutGain(Separate):
 def test_norms_without_a_gain_keep_theirs_and_say_so(tmp_path: Path) -> None:
     from lightning_attn.temperature import load_temperatures
 
-    callback = adaptive(HoldLogitScale(0.2))
+    callback = adaptive(awake(0.2))
     with hearing() as said:
         running = run(model := Decoder(NormedWithoutGain, scale=3.0), callback)
     assert len(said) == 3 and "load_temperatures" in said[0] and "forward hook" in said[1]
@@ -385,7 +385,7 @@ def test_norms_without_a_gain_keep_theirs_and_say_so(tmp_path: Path) -> None:
         load_temperatures(plain, {"state_dict": {}})
     # It goes on from there, with one hook in the place of that which was left.
     with hearing():
-        run(again := Decoder(NormedWithoutGain), after := adaptive(HoldLogitScale(0.2), every_n_steps=100),
+        run(again := Decoder(NormedWithoutGain), after := adaptive(awake(0.2), every_n_steps=100),
             path=tmp_path / "last.ckpt", max_epochs=2)  # fmt: skip
         assert after.temperatures == temperatures and again.losses
         run(model, callback, steps=3)

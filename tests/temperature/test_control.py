@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
+from temperature_runs import awake
 from torch import Tensor
 
 from lightning_attn.temperature import HoldEntropy, HoldLogitScale, TemperatureControl
@@ -41,7 +42,7 @@ gains = draw.floats(0.05, 1.0)
 def test_a_constant_scale_is_approached_by_equal_shares_and_not_passed(
     scale: float, gain: float, upper: float, most: float
 ) -> None:
-    control = HoldLogitScale(upper, gain=gain, max_change=most)
+    control = awake(upper, gain=gain, max_change=most)
     temperatures, _ = holds(lambda move, temperature: scale, control, moves=40)
     wanted = max(0.0, math.log(scale / upper))
     for before, after in itertools.pairwise(temperatures):
@@ -53,7 +54,7 @@ def test_a_constant_scale_is_approached_by_equal_shares_and_not_passed(
 @given(growth=draw.floats(1.0, 1.9), gain=gains)
 @settings(max_examples=20, deadline=None)
 def test_logits_that_grow_stay_behind_by_a_bounded_factor(growth: float, gain: float) -> None:
-    control = HoldLogitScale(4.0, gain=gain, max_change=1e9)
+    control = awake(4.0, gain=gain, max_change=1e9)
     temperatures, scales = holds(lambda move, temperature: 4.0 * growth**move, control, moves=120)
     behind = [scale - math.log(4.0) - temperature for scale, temperature in zip(scales, temperatures, strict=True)]
     assert max(behind) <= math.log(growth) / gain + 1e-9
@@ -63,7 +64,7 @@ def test_logits_that_grow_stay_behind_by_a_bounded_factor(growth: float, gain: f
 @given(response=draw.floats(0.0, 0.9), gain=draw.floats(0.3, 1.0))
 @settings(max_examples=20, deadline=None)
 def test_weights_that_grow_with_the_temperature_settle_below_a_response_of_one(response: float, gain: float) -> None:
-    control = HoldLogitScale(4.0, gain=gain)
+    control = awake(4.0, gain=gain)
     temperatures, _ = holds(lambda move, temperature: 16.0 * temperature**response, control, moves=400)
     assert temperatures[-1] == pytest.approx(math.log(4.0) / (1 - response), rel=1e-3)
     assert temperatures == pytest.approx(sorted(temperatures), abs=1e-12)
@@ -71,7 +72,7 @@ def test_weights_that_grow_with_the_temperature_settle_below_a_response_of_one(r
 
 @pytest.mark.parametrize("response", [1.0, 1.3])
 def test_from_one_on_they_chase_each_other(response: float) -> None:
-    control = HoldLogitScale(4.0, gain=0.5)
+    control = awake(4.0, gain=0.5)
     temperatures, _ = holds(lambda move, temperature: min(16.0 * temperature**response, 1e30), control)
     assert temperatures == sorted(temperatures) and temperatures[-1] > math.log(1000)
     assert max(b - a for a, b in itertools.pairwise(temperatures)) <= math.log(4) + 1e-9
@@ -80,7 +81,7 @@ def test_from_one_on_they_chase_each_other(response: float) -> None:
 def test_noise_is_not_amplified() -> None:
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1500, generator=random, dtype=torch.float64) * 0.3
-    control = HoldLogitScale(4.0, gain=0.8)
+    control = awake(4.0, gain=0.8)
     temperatures, _scales = holds(lambda move, temperature: 40.0 * math.exp(float(noise[move])), control, moves=1500)
     # A first-order filter of gain g has the variance g / (2 - g) of what enters.
     spread = torch.tensor(temperatures[50:]).std()
@@ -91,26 +92,26 @@ def test_noise_is_not_amplified() -> None:
 @given(move=draw.integers(1, 30), factor=draw.floats(0.01, 100.0))
 @settings(max_examples=20, deadline=None)
 def test_a_sudden_change_is_followed_and_undone(move: int, factor: float) -> None:
-    control = HoldLogitScale(4.0)
+    control = awake(4.0)
     temperatures, _ = holds(lambda now, temperature: 8.0 * (factor if now >= move else 1.0), control, moves=80)
     assert temperatures[-1] == pytest.approx(max(0.0, math.log(2 * factor)), abs=1e-6)
 
 
 def test_a_head_inside_the_band_keeps_exactly_one() -> None:
     heads = torch.tensor([0.0, 1e-30, 1.0, 3.999, 4.0])
-    for control in (HoldLogitScale(4.0), HoldLogitScale(4.0, lower=None, gain=1.0)):
+    for control in (awake(4.0), awake(4.0, lower=None, gain=1.0)):
         assert control.moved(torch.zeros(5, dtype=torch.float64), {"logit_std": heads}).tolist() == [0.0] * 5
 
 
 def test_a_head_below_the_band_is_brought_up() -> None:
-    control = HoldLogitScale(upper=4.0, lower=1.0)
+    control = awake(upper=4.0, lower=1.0)
     temperatures, _ = holds(lambda move, temperature: 0.25, control)
     assert temperatures[-1] == pytest.approx(math.log(0.25))
     temperatures, _ = holds(lambda move, temperature: 0.25 if move < 30 else 2.0, control)
     assert temperatures[29] < -1 and temperatures[-1] == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("control", [HoldLogitScale(), HoldEntropy()])
+@pytest.mark.parametrize("control", [awake(), HoldEntropy()])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_moves_nothing(control: TemperatureControl, value: float) -> None:
     before = torch.tensor([0.0, 1.5], dtype=torch.float64)
@@ -120,6 +121,30 @@ def test_what_is_not_finite_moves_nothing(control: TemperatureControl, value: fl
     if math.isnan(value):
         assert torch.equal(moved, before)
     assert (moved - before).abs().max() <= math.log(4) + 1e-9
+
+
+# Loops that sleep.
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "wakes"),
+    [
+        (None, 10.1, True),
+        (None, 10.0, False),
+        (3.0, 5.1, False),  # the next would be 8.7
+        (2.0, 6.4, True),  # 20.5
+        (1.0, 4.9, False),  # 24, but below half of it still
+        (6.0, 6.4, False),
+        (math.nan, 6.4, False),
+        (0.0, 6.4, True),
+        (5.0, math.nan, False),
+    ],
+)
+def test_what_wakes_a_loop(before: float | None, now: float, wakes: bool) -> None:
+    read = {"logit_std": torch.tensor([now, 1.0], dtype=torch.float64)}
+    earlier = None if before is None else {"logit_std": torch.tensor([before, 1.0], dtype=torch.float64)}
+    assert HoldLogitScale().wakes(read, earlier).tolist() == [wakes, False]
+    assert awake().wakes(read, earlier).tolist() == [True, True]
 
 
 # Entropy, of a head whose softmax is computed.
@@ -174,20 +199,22 @@ def test_a_temperature_that_is_not_needed_any_more_goes_back_to_one() -> None:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: HoldLogitScale(upper=0), "upper"),
-        (lambda: HoldLogitScale(upper=4, lower=5), "lower"),
-        (lambda: HoldLogitScale(lower=0), "lower"),
-        (lambda: HoldLogitScale(gain=0), "gain"),
-        (lambda: HoldLogitScale(gain=1.1), "gain"),
-        (lambda: HoldLogitScale(max_change=1), "max_change"),
+        (lambda: awake(upper=0), "upper"),
+        (lambda: awake(upper=4, lower=5), "lower"),
+        (lambda: awake(lower=0), "lower"),
+        (lambda: awake(gain=0), "gain"),
+        (lambda: awake(gain=1.1), "gain"),
+        (lambda: awake(max_change=1), "max_change"),
         (lambda: HoldEntropy(lower=0), "lower"),
         (lambda: HoldEntropy(lower=0.7), "upper"),
         (lambda: HoldEntropy(upper=1.2), "upper"),
         (lambda: HoldEntropy(speed=0), "speed"),
-        (lambda: HoldLogitScale(upper=math.inf), "upper"),
-        (lambda: HoldLogitScale(upper=math.nan), "upper"),
-        (lambda: HoldLogitScale(upper="4"), "upper"),  # type: ignore[arg-type]
-        (lambda: HoldLogitScale(max_change=math.inf), "max_change"),
+        (lambda: HoldLogitScale(upper=4, wakes_at=3), "wakes_at"),
+        (lambda: HoldLogitScale(wakes_at=math.nan), "wakes_at"),
+        (lambda: awake(upper=math.inf), "upper"),
+        (lambda: awake(upper=math.nan), "upper"),
+        (lambda: awake(upper="4"), "upper"),  # type: ignore[arg-type]
+        (lambda: awake(max_change=math.inf), "max_change"),
     ],
 )
 def test_arguments_are_refused_by_name(make: Callable[[], TemperatureControl], name: str) -> None:
@@ -196,7 +223,7 @@ def test_arguments_are_refused_by_name(make: Callable[[], TemperatureControl], n
 
 
 def test_it_says_what_it_does() -> None:
-    assert str(HoldLogitScale()) == "holds logit_std at most 4"
-    assert str(HoldLogitScale(4, 1)) == "holds logit_std between 1 and 4"
-    assert repr(HoldLogitScale(2.0)) == "HoldLogitScale(gain=0.8, max_change=4.0, upper=2.0, lower=None)"
+    assert str(awake()) == "holds the logit_std of all heads at most 4"
+    assert str(awake(4, 1)) == "holds the logit_std of all heads between 1 and 4"
+    assert repr(awake(2.0)) == "HoldLogitScale(gain=0.8, max_change=4.0, upper=2.0, wakes_at=None, lower=None)"
     assert str(HoldEntropy()) == "holds entropy between 0.4 and 0.6"

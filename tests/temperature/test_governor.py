@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
+from temperature_runs import awake
 from torch import Tensor, nn
 
 from lightning_attn import Snapshot
@@ -33,7 +34,7 @@ def seen(*values: float, statistic: str = "logit_std", step: int = 0) -> Snapsho
 
 
 def test_what_is_decided_is_done_later() -> None:
-    governed = governor(HoldLogitScale(4.0, gain=1.0, max_change=100.0))
+    governed = governor(awake(4.0, gain=1.0, max_change=100.0))
     governed.look(seen(40.0, 2.0))
     assert governed.temperatures() == {SITE: [1.0, 1.0]} and not governed.has_changes
     governed.act(7)
@@ -48,7 +49,7 @@ def test_what_is_decided_is_done_later() -> None:
 
 
 def test_the_raw_scale_is_that_before_the_temperature() -> None:
-    governed = governor(HoldLogitScale(4.0, gain=1.0, max_change=100.0))
+    governed = governor(awake(4.0, gain=1.0, max_change=100.0))
     governed.look(seen(40.0, 2.0))
     governed.act(1)
     governed.take_changes()
@@ -62,8 +63,33 @@ def test_the_raw_scale_is_that_before_the_temperature() -> None:
     assert change.scale == [pytest.approx(80.0), None]
 
 
+def test_a_loop_sleeps_until_a_head_wakes_it_and_holds_all_from_then_on() -> None:
+    governed, again = governor(HoldLogitScale(4.0, 10.0)), governor(HoldLogitScale(4.0, 10.0))
+    for scale in (3.0, 5.0, 7.5, 6.0):
+        assert governed.look(seen(scale, 8.0)) == []
+        governed.act(1)
+    assert governed.temperatures()[SITE] == [1.0, 1.0] and governed.take_changes() == []
+    again.load_state_dict(governed.state_dict())
+    for one in (governed, again):
+        (woken,) = one.look(seen(6.0, 10.5))
+        assert (woken.site, woken.head) == (SITE, 1)
+        one.act(2)
+        assert min(one.temperatures()[SITE]) > 1
+        assert one.look(seen(6.0, 12.0)) == []
+    again = governor(HoldLogitScale(4.0, 10.0))
+    again.load_state_dict(governed.state_dict())
+    again.look(seen(5.0, 5.0))
+    again.act(3)
+    assert min(again.temperatures()[SITE]) > 1
+    woken_at_once = governor(HoldLogitScale(4.0, 10.0))
+    woken_at_once.wake()
+    woken_at_once.look(seen(5.0, 1.0))
+    woken_at_once.act(1)
+    assert woken_at_once.temperatures()[SITE][0] > 1
+
+
 def test_what_a_bias_adds_is_taken_off() -> None:
-    governed = governor(HoldLogitScale(4.0, gain=1.0, max_change=100.0))
+    governed = governor(awake(4.0, gain=1.0, max_change=100.0))
     governed.temperature.sites[SITE].bias_std = torch.tensor([3.0, 50.0])
     governed.look(seen(5.0, 40.0))
     governed.act(1)
@@ -76,7 +102,7 @@ def test_what_a_bias_adds_is_taken_off() -> None:
 @given(scales=draw.lists(draw.floats(1e-3, 1e6), min_size=2, max_size=2), limit=draw.floats(1.0, 100.0))
 @settings(max_examples=20, deadline=None)
 def test_no_temperature_is_beyond_a_limit(scales: list[float], limit: float) -> None:
-    governed = governor(HoldLogitScale(4.0, lower=2.0, gain=1.0, max_change=1e9), max_temperature=limit)
+    governed = governor(awake(4.0, lower=2.0, gain=1.0, max_change=1e9), max_temperature=limit)
     governed.look(seen(*scales))
     governed.act(1)
     (values,) = governed.temperatures().values()
@@ -108,7 +134,7 @@ def test_steps_that_nobody_asked_about_become_one_record() -> None:
 
 
 def test_a_state_goes_on_with_what_was_decided() -> None:
-    first, second = governor(HoldLogitScale(4.0)), governor(HoldLogitScale(4.0))
+    first, second = governor(awake(4.0)), governor(awake(4.0))
     first.look(seen(40.0, 2.0))
     second.load_state_dict(first.state_dict())
     first.act(3)
@@ -121,7 +147,7 @@ def test_a_state_goes_on_with_what_was_decided() -> None:
 
 
 def test_a_dry_run_follows_what_it_would_have_done() -> None:
-    dry, wet = governor(HoldLogitScale(4.0), is_dry=True), governor(HoldLogitScale(4.0))
+    dry, wet = governor(awake(4.0), is_dry=True), governor(awake(4.0))
     raw = torch.tensor([40.0, 2.0])
     for step in range(1, 6):
         held: Tensor = wet.temperature.sites[SITE].log_temperatures

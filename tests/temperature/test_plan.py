@@ -13,9 +13,9 @@ from lightning_attn.temperature.plan import TemperaturePlan
 def test_a_closed_loop_by_default() -> None:
     plan = TemperaturePlan()
     loop = plan.loop_of("anything")
-    assert isinstance(loop, HoldLogitScale) and loop.upper == 4.0
+    assert isinstance(loop, HoldLogitScale) and (loop.upper, loop.wakes_at) == (3.0, 10.0)
     assert plan.statistics == ("logit_std",) and not plan.has_schedules and plan.governs("anything")
-    assert str(plan) == "holds logit_std at most 4"
+    assert str(plan) == "holds the logit_std of all heads at most 3"
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
