@@ -306,7 +306,7 @@ trainer:
         control:
           blocks.0:
             class_path: lightning_attn.temperature.HoldLogitScale
-            init_args: {upper: 1.0}
+            init_args: {upper: 1.0, wakes_at: null}
           "*":
             class_path: lightning_attn.temperature.CosineTemperature
             init_args: {start: 4.0, end: 1.0, steps: 9}
