@@ -14,6 +14,7 @@ from lightning_attn.callbacks.misconfiguration import misconfiguration
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.subscription import Subscription
 from lightning_attn.callbacks.temperature_log import TemperatureLog
+from lightning_attn.callbacks.temperature_refusals import refuse_overlap, refuse_strategy
 from lightning_attn.callbacks.temperature_search import TemperatureSearch, some
 from lightning_attn.callbacks.temperature_start import TemperatureStart
 from lightning_attn.callbacks.warning_board import WarningBoard
@@ -27,9 +28,6 @@ from lightning_attn.temperature.plan import Control, TemperaturePlan
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-#: Strategies whose parameters cannot be changed by rows, by the names of their classes.
-_REFUSED_STRATEGIES = ("FSDPStrategy", "DeepSpeedStrategy")
 
 
 class AdaptiveTemperature(Callback):
@@ -157,13 +155,23 @@ class AdaptiveTemperature(Callback):
         if not self._is_evaluating and state_dict:
             self._loaded = state_dict
 
+    def governs(self, site: str) -> bool:
+        """Whether the temperatures of a site are those of this callback, if it is one."""
+        return self._subscription.request.sites.match(site) and self._plan.governs(site)
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Learn what a checkpoint is loaded for."""
         self._is_evaluating = stage != "fit"
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot be, and find out where files go, which ranks do together."""
-        self._refuse(trainer, pl_module)
+        refuse_strategy(trainer)
+        names = SiteNames(pl_module)
+        with misconfiguration():
+            for patterns in (self._subscription.request.sites, *self._plan.patterns):
+                patterns.check(names)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        refuse_overlap([one for one in callbacks if isinstance(one, AdaptiveTemperature)], names)
         self._folder = output_folder(trainer)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -344,26 +352,3 @@ class AdaptiveTemperature(Callback):
         left = temperature.fold()
         self._left = temperature if left else None
         self._log.end(trainer, self._temperatures, left)
-
-    def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse strategies by name, patterns that no module has, and two callbacks for one module."""
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _REFUSED_STRATEGIES:
-                raise MisconfigurationException(
-                    f"AdaptiveTemperature cannot change the parameters that {kind.__name__} shards; use "
-                    "`ModelParallelStrategy` with `fully_shard` (FSDP2), or data parallelism."
-                )
-        names = SiteNames(pl_module)
-        with misconfiguration():
-            for patterns in (self._subscription.request.sites, *self._plan.patterns):
-                patterns.check(names)
-        others = [one for one in trainer.callbacks if isinstance(one, AdaptiveTemperature) and one is not self]  # type: ignore[attr-defined]
-        for module in pl_module.modules():
-            if any(self._governs(names[module]) and other._governs(names[module]) for other in others):
-                raise MisconfigurationException(
-                    f"Two AdaptiveTemperature callbacks would divide the queries of {names[module]!r}; give each "
-                    "`sites` of its own."
-                )
-
-    def _governs(self, site: str) -> bool:
-        return self._subscription.request.sites.match(site) and self._plan.governs(site)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_attn import AdaptiveTemperature
-from lightning_attn.callbacks.adaptive_temperature import _REFUSED_STRATEGIES
+from lightning_attn.callbacks.temperature_refusals import REFUSED_STRATEGIES
 from lightning_attn.temperature import CosineTemperature, HoldEntropy
 
 
@@ -264,7 +264,7 @@ def test_two_for_the_same_sites_are_refused() -> None:
         trainer(adaptive(), adaptive(2.0))
 
 
-@pytest.mark.parametrize("kind", _REFUSED_STRATEGIES)
+@pytest.mark.parametrize("kind", REFUSED_STRATEGIES)
 def test_strategies_whose_parameters_cannot_be_changed(kind: str) -> None:
     running = trainer(callback := adaptive())
     running.strategy.__class__ = type(kind, (type(running.strategy),), {})
