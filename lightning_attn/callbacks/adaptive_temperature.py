@@ -273,8 +273,9 @@ class AdaptiveTemperature(Callback):
             self._loaded = self._kept  # the same Trainer goes on
         if self._loaded is not None:
             self._restore(self._governor, self._loaded)
-            self._loaded = None
+            self._loaded = self._kept = None
             return
+        self._kept = None
         self._begin()
         if self._plan.has_schedules and self._start.has_come(0, ()) and not self._is_dry:
             temperature.guess()
@@ -348,6 +349,12 @@ class AdaptiveTemperature(Callback):
         temperature = governor.temperature
         if not temperature.is_spread:
             self._kept = self._state(governor)
+        elif self._kept is None and any(value != 1 for values in self._temperatures.values() for value in values):
+            # Training was broken off, and ranks may no longer talk to each other.
+            self._log.warn(
+                "a checkpoint that is saved from now on holds its temperatures in the weights alone; go on from one "
+                "that was saved before."
+            )
         self._search.forget()
         left = temperature.fold()
         self._left = temperature if left else None

@@ -178,6 +178,36 @@ def test_sharded_checkpoints_go_on_too(ranks: RankPool, tmp_path: Path) -> None:
         assert max(map(max, temperatures.values())) > 1.1
 
 
+class Breaks(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3 and dist.get_rank() == 0:
+            raise RuntimeError("broken off")
+        if trainer.global_step == 3:
+            raise KeyError("elsewhere")
+
+
+def broken_off(folder: Path) -> tuple[list[str], dict[str, list[float]], int, dict[str, Any]]:
+    model, callback = Shards(EVEN[2]), adaptive(LOOP, file=None)
+    running = trainer(
+        Breaks(), callback, strategy=sharded_strategy(), devices=2, default_root_dir=folder,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    with hearing() as said, pytest.raises((RuntimeError, KeyError)):
+        running.fit(model)
+    hooks = sum(
+        type(hook).__name__ == "ChannelScale" for one in model.modules() for hook in one._forward_hooks.values()
+    )
+    return said, callback.temperatures, hooks, callback.state_dict()
+
+
+def test_sharded_ranks_that_break_off_wait_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
+    (said, temperatures, hooks, state), (_, others, more, _) = ranks(broken_off, tmp_path, seconds=30)
+    assert temperatures == others and max(map(max, temperatures.values())) > 1.1
+    assert (hooks, more, state) == (0, 0, {})
+    (message,) = said
+    assert "holds its temperatures in the weights alone" in message
+
+
 # Heads that ranks divide.
 
 VOCABULARY, WIDTH, HEADS = 32, 32, 4
