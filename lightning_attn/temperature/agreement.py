@@ -54,7 +54,15 @@ def _one(findings: list[Finding]) -> Finding:
     if failed is not None:
         return failed
     first = certain[0]
-    if any(repr(finding.projection) != repr(first.projection) for finding in certain):
+    if not all(_are_alike(finding.projection, first.projection) for finding in certain):
         return Finding(reason="ranks have found different layouts of its queries")
     together = torch.stack([finding.bias_std for finding in certain]).nan_to_num(-torch.inf).amax(0)
     return Finding(first.projection, together.nan_to_num(neginf=0.0))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(one[name], other[name]) for name in one)
+    return bool(one == other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class AttentionTemperature:
         """Find where the queries of every site are made, and attach to it.
 
         Args:
-            run: runs the model forward.
+            run: runs the model forward, in training mode or not.
         """
         met: dict[str, Met] = {}
         capture = Capture(
@@ -109,7 +109,7 @@ class AttentionTemperature:
             max_sequences=1,
             receive_module=lambda one: met.update({one.site: one}),
         )
-        with capture:
+        with capture, _layers_one_by_one():
             run()
         self.find_among(met)
 
@@ -235,27 +235,38 @@ class AttentionTemperature:
 
     def _search(self, met: Met, names: dict[nn.Module, str], surrounding: Surrounding) -> Finding:
         """Look for what makes the queries of a site that was met."""
-        refusals: list[str] = []
+        tried: list[QueryProjection] = []
 
-        def allowed(heads: int, width: int | None) -> Iterator[QueryProjection]:
-            for guess in guesses(met.module, names, heads, width):
-                reason = refusal(guess, self.model)
-                if reason is None:
-                    yield guess
-                elif reason not in refusals:
-                    refusals.append(reason)
+        def guessed(heads: int, width: int | None, value_width: int | None) -> Iterator[QueryProjection]:
+            for guess in guesses(met.module, names, heads, width, value_width):
+                tried.append(guess)
+                yield guess
 
         lockstep = Lockstep(met.module)
         try:
             with surrounding(), unsharded(met.module, self.model):
-                proven = prove(allowed, Replay(met), lockstep)
+                proven = prove(guessed, Replay(met), lockstep)
+                # What may make queries and may not be touched tells more than that nothing was proven.
+                reasons = [refusal(one, self.model) for one in (tried if proven is None else [proven.projection])]
         except NotNowError as error:
             return Finding(reason=str(error), is_for_later=True)
         except Exception as error:
             return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
-        if proven is None:
-            return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        if proven is None or reason:
+            return Finding(reason=reason or refusal_of_site(met.module))
         return Finding(proven.projection.to_dict(), proven.bias_std)
+
+
+@contextmanager
+def _layers_one_by_one() -> Iterator[None]:
+    """Keep a `torch.nn.TransformerEncoderLayer` from computing its attention without running the module of it."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
