@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 from torch import nn
 
 from lightning_attn.capture.capture import Capture
-from lightning_attn.capture.isolation import compiled_modules
 from lightning_attn.capture.met import Met
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.spread import is_spread
 from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.temperature.agreement import Finding, agreed
 from lightning_attn.temperature.layouts import guesses, likely
+from lightning_attn.temperature.lockstep import Lockstep
 from lightning_attn.temperature.projection import QueryProjection
 from lightning_attn.temperature.proof import NotNowError, Proven, Replay, prove
-from lightning_attn.temperature.refusals import NOT_FOUND, refusal
+from lightning_attn.temperature.refusals import refusal, refusal_of_site
 from lightning_attn.temperature.sharded import unsharded
 from lightning_attn.temperature.site_temperature import SiteTemperature
 
@@ -130,13 +131,22 @@ class AttentionTemperature:
             if self._patterns.match(site) and (site not in self.sites or site in self.guessed)
         ]
         former = {site: self.sites[site].log_temperatures for site in self.guessed}
-        for held in map(self.sites.__getitem__, self.guessed):
+        for site in self.guessed:
+            held = self.sites.pop(site)
             held.set(torch.zeros_like(held.log_temperatures))
+            held.detach()
+        self.guessed.clear()
         names = _paths(self.model)
         found = agreed({one.site: self._search(one, names, surrounding) for one in wanted}, self._process_group)
-        for site in self.guessed:
-            self.sites.pop(site).detach()
-        self.guessed.clear()
+        self._attach(self._held_by(found))
+        for site in former.keys() & self.sites.keys():
+            held = self.sites[site]
+            held.set(former[site].mean().expand_as(held.log_temperatures).clone())
+        return {site for site, finding in found.items() if finding.is_for_later}
+
+    def _held_by(self, found: Mapping[str, Finding]) -> Iterator[SiteTemperature]:
+        """The sites whose queries were found and can be divided."""
+        owners = {held.projection.name: site for site, held in self.sites.items()}
         for site, finding in found.items():
             if finding.projection is None:
                 self.refused[site] = finding.reason
@@ -145,12 +155,12 @@ class AttentionTemperature:
                 projection = QueryProjection.from_dict(finding.projection, self.model)
             except AttributeError:  # it is another rank's, as in a pipeline
                 continue
+            owner = owners.setdefault(projection.name, site)
+            if owner != site:
+                self.refused[site] = f"its query projection is also that of {owner!r}, whose temperature it has"
+                continue
             self.refused.pop(site, None)
-            self._add(SiteTemperature(site, Proven(projection, finding.bias_std)))
-            if site in former:
-                held = self.sites[site]
-                held.set(former[site].mean().expand_as(held.log_temperatures).clone())
-        return {site for site, finding in found.items() if finding.is_for_later}
+            yield SiteTemperature(site, Proven(projection, finding.bias_std))
 
     def guess(self) -> None:
         """Attach to what very probably makes the queries of modules, before any has run.
@@ -159,16 +169,20 @@ class AttentionTemperature:
         """
         names = SiteNames(self.model)
         paths = _paths(self.model)
+        guessed = []
         for module in paths:
             site = names[module]
             projection = likely(module, paths) if self._patterns.match(site) and site not in self.sites else None
             if projection is not None and refusal(projection, self.model) is None:
-                self.guessed.add(site)
-                self._add(SiteTemperature(site, Proven(projection, torch.zeros(projection.temperatures))))
+                guessed.append(SiteTemperature(site, Proven(projection, torch.zeros(projection.temperatures))))
+        self._attach(guessed)
+        self.guessed |= {held.site for held in guessed}
 
     def follow(self, copies: Sequence[nn.Module]) -> None:
-        """Have the state dicts of other models folded as well, which are averages of this one."""
+        """Have other models have the same temperatures, which are averages of this one."""
         self._copies = list(copies)
+        for held in self.sites.values():
+            held.attach(self._copies)
 
     def detach(self) -> None:
         """Write the temperatures into the parameters, and leave nothing behind on the model."""
@@ -190,7 +204,7 @@ class AttentionTemperature:
         for site, of_site in state.items():
             if site not in self.sites:
                 try:
-                    self._add(SiteTemperature.from_state(site, of_site, self.model))
+                    self._attach([SiteTemperature.from_state(site, of_site, self.model)])
                 except AttributeError:  # another model
                     others.append(site)
                     continue
@@ -198,11 +212,13 @@ class AttentionTemperature:
                 others.append(site)
         return others
 
-    def _add(self, held: SiteTemperature) -> None:
-        if not self.sites and compiled_modules(self.model):
-            torch.compiler.reset()  # what was compiled before would never call a hook
-        self.sites[held.site] = held
-        held.attach(self._copies)
+    def _attach(self, sites: Iterable[SiteTemperature]) -> None:
+        attached = {held.site: held for held in sites}
+        if attached and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # what was compiled before would never call a new hook
+        self.sites |= attached
+        for held in attached.values():
+            held.attach(self._copies)
 
     def _search(self, met: Met, names: dict[nn.Module, str], surrounding: Surrounding) -> Finding:
         """Look for what makes the queries of a site that was met."""
@@ -216,15 +232,16 @@ class AttentionTemperature:
                 elif reason not in refusals:
                     refusals.append(reason)
 
+        lockstep = Lockstep(met.module)
         try:
             with surrounding(), unsharded(met.module, self.model):
-                proven = prove(allowed, Replay(met))
+                proven = prove(allowed, Replay(met), lockstep)
         except NotNowError as error:
             return Finding(reason=str(error), is_for_later=True)
         except Exception as error:
             return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
         if proven is None:
-            return Finding(reason="; ".join(refusals) or NOT_FOUND)
+            return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
         return Finding(proven.projection.to_dict(), proven.bias_std)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_attn.temperature.projection import QueryProjection, ScaledParameter
-from lightning_attn.temperature.scaling import Handle
+from lightning_attn.temperature.scaling import Attachment, ChannelScale
 
 
 def fold(projection: QueryProjection, multiplier_O: Tensor) -> None:
@@ -20,26 +19,41 @@ def fold(projection: QueryProjection, multiplier_O: Tensor) -> None:
             parameter.copy_(part.scaled(parameter, multiplier_O))
 
 
-def fold_state_dicts(projection: QueryProjection, multiplier_O: Callable[[], Tensor]) -> Handle:
-    """Have every state dict of a model hold a projection with its temperatures written into it.
+class FoldedStateDict(Attachment):
+    """A hook that has every state dict of a module hold its temperatures, written into its parameters.
 
     Args:
-        projection: the projection.
-        multiplier_O: says by what its channels are multiplied now.
+        scale: by what its channels are multiplied.
     """
 
-    def folded(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        multiplier = multiplier_O()
-        if bool((multiplier == 1).all()):
+    def __init__(self, scale: ChannelScale) -> None:
+        self._scale = scale
+
+    def __call__(self, module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Multiply what a state dict holds of the module."""
+        if self._scale.is_neutral:
             return
-        for part in projection.parameters:
+        for part in self._scale.parameters:
             key = f"{prefix}{part.name}"
             if isinstance(state_dict.get(key), Tensor):
                 with torch.no_grad():
-                    state_dict[key] = part.scaled(state_dict[key].detach(), multiplier)
+                    state_dict[key] = part.scaled(state_dict[key].detach(), self._scale.multiplier_O)
 
-    handle: Handle = projection.module.register_state_dict_post_hook(folded)
-    return handle
+
+class LoadedWeights(Attachment):
+    """A hook that takes weights which are loaded for such as hold their temperatures: these become one.
+
+    Args:
+        scale: by what the module's channels are multiplied.
+    """
+
+    def __init__(self, scale: ChannelScale) -> None:
+        self._scale = scale
+
+    def __call__(self, module: Any, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Look whether there are weights of the module among what is loaded."""
+        if any(f"{prefix}{part.name}" in state_dict for part in self._scale.parameters):
+            self._scale.reset()
 
 
 def unfolded_rows(projection: QueryProjection, heads: Tensor) -> dict[str, Tensor]:

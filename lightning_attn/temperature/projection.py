@@ -71,6 +71,11 @@ class QueryProjection:
             return 1
         return max((self.tensor(part).shape[part.axis] for part in self.parameters), default=int(self.rows.max()) + 1)
 
+    @property
+    def makes_zeros(self) -> bool:
+        """Whether its parameters are nothing but zeros, so that nothing tells what it makes."""
+        return bool(self.parameters) and not any(bool(self.tensor(part).any()) for part in self.parameters)
+
     def tensor(self, part: ScaledParameter) -> Tensor:
         """The parameter itself; while a sharded module computes, what stands in its place."""
         parameter = self.module._parameters[part.name]

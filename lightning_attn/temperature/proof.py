@@ -16,8 +16,10 @@ from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.met import Met
 from lightning_attn.capture.sites import SitePatterns
-from lightning_attn.temperature.projection import QueryProjection, multiplier_dtype
-from lightning_attn.temperature.scaling import scale
+from lightning_attn.temperature.lockstep import Lockstep
+from lightning_attn.temperature.projection import QueryProjection
+from lightning_attn.temperature.scaling import ChannelScale, release, scale_outputs
+from lightning_attn.temperature.unchanged import unchanged
 
 #: So many rows of the attention matrix are looked at, the last ones, and so many sequences.
 _ROWS, _SEQUENCES = 64, 2
@@ -29,7 +31,7 @@ _EXACT = 1e-4
 class Replay:
     """Runs a module again as it was met, and sees the attention that it computes.
 
-    Nothing is left of it: no gradient, no drawn number, no key in a cache.
+    Nothing is left of it: no gradient, no drawn number, no key in a cache, no other buffer or attribute.
 
     Args:
         met: the module.
@@ -37,10 +39,14 @@ class Replay:
 
     def __init__(self, met: Met) -> None:
         self._met = met
+        self._args = tuple(None if _is_cache(value) else value for value in met.args)
         self._kwargs = {name: None if _is_cache(value) else value for name, value in met.kwargs.items()}
+        #: How often it ran.
+        self.count = 0
 
     def __call__(self) -> list[AttentionCall]:
         """The attention calls that the module makes."""
+        self.count += 1
         calls: list[AttentionCall] = []
         module = self._met.module
         devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
@@ -52,8 +58,8 @@ class Replay:
             with_values=True,
             strict=True,
         )
-        with torch.random.fork_rng(list(devices)), torch.no_grad(), capture:
-            module(*self._met.args, **self._kwargs)
+        with torch.random.fork_rng(list(devices)), torch.no_grad(), unchanged(module), capture:
+            module(*self._args, **self._kwargs)
         return calls
 
 
@@ -63,8 +69,8 @@ class Proven:
 
     Args:
         projection: what makes the queries.
-        bias_std: (H,) of all heads of the site: how far what a bias adds to a head's logits deviates, centred row by row;
-            NaN for a head that another rank has.
+        bias_std: (H,) of all heads of the site: how far what a bias adds to a head's logits deviates, centred row by
+            row; NaN for a head that another rank has.
     """
 
     projection: QueryProjection
@@ -75,20 +81,23 @@ class NotNowError(Exception):
     """The site computes nothing now from which its queries could be told."""
 
 
-def prove(guesses: Callable[[int, int | None], Iterable[QueryProjection]], replay: Replay) -> Proven | None:
+def prove(
+    guesses: Callable[[int, int | None], Iterable[QueryProjection]], replay: Replay, lockstep: Lockstep
+) -> Proven | None:
     """Find which of several projections makes the queries of a site; ``None`` if none does.
 
     Args:
         guesses: makes the projections, of the number of heads and the width of a query, ``None`` where it is not known.
         replay: runs the site's module.
+        lockstep: the ranks that run it together.
 
     Raises:
         NotNowError: if the site makes no call, or all its queries are zero.
     """
     plain = replay()
-    if not plain:
+    if not lockstep.all(bool(plain)):
         raise NotNowError("it computed no attention when it was run again")
-    if not all(bool(_logits(call).isfinite().all()) for call in plain):
+    if not lockstep.all(all(bool(_logits(call).isfinite().all()) for call in plain)):
         raise NotNowError("its logits are not finite")
     first = plain[0]
     heads = len(plain) if first.heads == 1 else first.heads
@@ -96,14 +105,14 @@ def prove(guesses: Callable[[int, int | None], Iterable[QueryProjection]], repla
         heads = first.share.of_heads(first.heads)[1]
     width = first.query.shape[-1] or None
     tolerance = _TOLERANCE.get(first.query.dtype, _EXACT)
-    is_zero = True
+    is_zero = all(not _logits(call).any() or (width and not call.query.any()) for call in plain)
     for projection in guesses(heads, width):
-        proof = _Proof(projection, replay, plain, heads, tolerance)
+        proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
             return Proven(projection, proof.bias_std())
-        is_zero &= proof.is_of_zeros
-    if is_zero and all(bool((_logits(call) == 0).all()) for call in plain):
-        raise NotNowError("all its queries are zero")
+        is_zero |= projection.makes_zeros
+    if lockstep.all(is_zero):
+        raise NotNowError("all its queries are zero, or those of a layer that may make them")
     return None
 
 
@@ -111,29 +120,34 @@ class _Proof:
     """The trial of one projection."""
 
     def __init__(
-        self, projection: QueryProjection, replay: Replay, plain: Sequence[AttentionCall], heads: int, tolerance: float
+        self,
+        projection: QueryProjection,
+        replay: Replay,
+        lockstep: Lockstep,
+        plain: Sequence[AttentionCall],
+        heads: int,
+        tolerance: float,
     ) -> None:
-        self._projection, self._replay, self._plain = projection, replay, plain
+        self._projection, self._replay, self._lockstep, self._plain = projection, replay, lockstep, plain
         self._heads, self._tolerance = heads, tolerance
         self._logits = [_logits(call) for call in plain]
         self._biases: list[Tensor] = []
-        #: Whether the queries that it makes are nothing but zeros, or others than those of the site.
-        self.is_of_zeros = False
 
     def holds(self) -> bool:
         """Whether the projection makes the queries and nothing else."""
         count = self._projection.temperatures
         if count not in (1, self._heads) or (count != self._heads and self._projection.rows is not None):
             return False
-        biases = self._with(torch.zeros(count))
+        biases = self._with(torch.zeros(count), have_queries=False)
         if biases is None:
             return False
         self._biases = biases
-        sizes = [(logits - bias).abs().max() for logits, bias in zip(self._logits, self._biases, strict=True)]
-        self.is_of_zeros = not all(bool(size > 0) for size in sizes)
-        if self.is_of_zeros:
-            return False
-        return self._turns_heads(count) and self._shrinks(count) and self._needs_all_rows()
+        matters = all(
+            bool(((logits - bias) != 0).any()) for logits, bias in zip(self._logits, self._biases, strict=True)
+        )
+        return (
+            self._lockstep.all(matters) and self._turns_heads(count) and self._shrinks(count) and self._needs_all_rows()
+        )
 
     def bias_std(self) -> Tensor:
         """See `Proven`."""
@@ -159,7 +173,7 @@ class _Proof:
         return all(self._multiplies(factors) for factors in signs)
 
     def _shrinks(self, count: int) -> bool:
-        """Whether logits are halved as queries are, or at least become smaller, as under a soft-cap.
+        """Whether logits are halved as queries are, or at least small ones, as under a soft-cap.
 
         What is normalised afterwards does not care about its size.
         """
@@ -167,17 +181,21 @@ class _Proof:
         if self._multiplies(halves):
             return True
         halved = self._with(halves)
-        return halved is not None and all(
-            bool(((half - bias).abs().amax((0, 2, 3)) < 0.99 * (logits - bias).abs().amax((0, 2, 3))).all())
-            for half, logits, bias in zip(halved, self._logits, self._biases, strict=True)
+        return halved is not None and self._lockstep.all(
+            all(
+                _halves_small_ones(half - bias, logits - bias)
+                for half, logits, bias in zip(halved, self._logits, self._biases, strict=True)
+            )
         )
 
     def _multiplies(self, factors: Tensor) -> bool:
         """Whether logits, less what a bias adds, are multiplied as queries are."""
         found = self._with(factors)
-        return found is not None and all(
-            self._is_near(scaled - bias, self._of_call(factors, number) * (logits - bias), logits - bias)
-            for number, (scaled, logits, bias) in enumerate(zip(found, self._logits, self._biases, strict=True))
+        return found is not None and self._lockstep.all(
+            all(
+                self._is_near(scaled - bias, self._of_call(factors, number) * (logits - bias), logits - bias)
+                for number, (scaled, logits, bias) in enumerate(zip(found, self._logits, self._biases, strict=True))
+            )
         )
 
     def _needs_all_rows(self) -> bool:
@@ -190,40 +208,45 @@ class _Proof:
             multiplier = torch.ones(self._projection.channels)
             multiplier[half] = 0
             found = self._seen_with(multiplier)
-            if found is None or any(
-                bool(((part - logits).abs().amax((0, 2, 3)) == 0).any())
-                for part, logits in zip(found, self._logits, strict=True)
+            if found is None or not self._lockstep.all(
+                all(
+                    bool(((part - logits).abs().amax((0, 2, 3)) > 0).all())
+                    for part, logits in zip(found, self._logits, strict=True)
+                )
             ):
                 return False
         return True
 
-    def _with(self, factors: Tensor) -> list[Tensor] | None:
-        return self._seen_with(self._projection.multiplier(factors))
+    def _with(self, factors: Tensor, have_queries: bool = True) -> list[Tensor] | None:
+        return self._seen_with(self._projection.multiplier(factors), have_queries)
 
-    def _seen_with(self, multiplier: Tensor) -> list[Tensor] | None:
-        """The logits where channels are multiplied; ``None`` where values change or nothing can be compared."""
-        parameters = self._projection.parameters
-        dtype = multiplier_dtype(self._projection.tensor(parameters[0])) if parameters else torch.float32
-        handle, tell = scale(self._projection, multiplier.to(self._plain[0].query.device, dtype))
-        tell(False)
+    def _seen_with(self, multiplier: Tensor, have_queries: bool = True) -> list[Tensor] | None:
+        """The logits where channels are multiplied; ``None`` where nothing can be compared or something else changes.
+
+        That are the values; and queries, where they are known, must be zero if the channels are: what is added to them
+        later is no bias of logits.
+        """
+        calls = self._calls_with(multiplier)
+        is_alike = calls is not None and all(
+            _logits(call).shape == _logits(plain).shape
+            and (call.value is None or plain.value is None or self._is_near(call.value, plain.value, plain.value))
+            and (have_queries or not bool(call.query.any()))
+            for call, plain in zip(calls, self._plain, strict=True)
+        )
+        if not self._lockstep.all(is_alike) or calls is None:
+            return None
+        return [_logits(call) for call in calls]
+
+    def _calls_with(self, multiplier: Tensor) -> list[AttentionCall] | None:
+        scale = ChannelScale.of(self._projection, multiplier)
+        scale_outputs(self._projection, scale)
         try:
             calls = self._replay()
         except Exception:
             return None
         finally:
-            handle.remove()
-        if len(calls) != len(self._plain):
-            return None
-        found = []
-        for call, plain in zip(calls, self._plain, strict=True):
-            logits = _logits(call)
-            same_values = (
-                call.value is None or plain.value is None or self._is_near(call.value, plain.value, plain.value)
-            )
-            if logits.shape != _logits(plain).shape or not same_values:
-                return None
-            found.append(logits)
-        return found
+            release(self._projection.module, scale)
+        return calls if len(calls) == len(self._plain) else None
 
     def _of_call(self, factors: Tensor, number: int) -> Tensor:
         """The factors of the heads of one call, (H, 1, 1)."""
@@ -244,6 +267,14 @@ class _Proof:
         if found.shape != expected.shape:
             return False
         return bool((found - expected).abs().max() <= self._tolerance * scale.abs().max())
+
+
+def _halves_small_ones(found_BHRM: Tensor, logits_BHRM: Tensor) -> bool:
+    """Whether those logits of each head are halved that are small among its own."""
+    size_BHRM = logits_BHRM.abs()
+    small_BHRM = torch.where(size_BHRM < 0.3 * size_BHRM.amax((0, 2, 3), keepdim=True), logits_BHRM, 0.0)
+    ratio_H = (found_BHRM * small_BHRM).sum((0, 2, 3)) / (small_BHRM**2).sum((0, 2, 3))
+    return bool(((ratio_H > 0.45) & (ratio_H < 0.6)).all())
 
 
 def _logits(call: AttentionCall) -> Tensor:

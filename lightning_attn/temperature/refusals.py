@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_attn.capture.module_tree import modules_of
+from lightning_attn.capture.spread import is_spread
 from lightning_attn.temperature.projection import QueryProjection
 
 #: Where no guess could be proven.
@@ -13,10 +14,24 @@ NOT_FOUND = (
     "projected outside of it or head by head, or made of a bare parameter; make them by one `nn.Linear` in the module "
     "that computes attention, or by one norm behind it"
 )
+SHARDED = (
+    "its weights are sharded in a way (FSDP1, DeepSpeed ZeRO-3) in which rows of them cannot be changed; shard them "
+    "with `ModelParallelStrategy` (FSDP2)"
+)
+QUANTISED = (
+    "the weights of its query projection are quantised, so that no temperature can be written into them; leave the "
+    "query projection as it is (`modules_to_not_convert`), or choose `sites` without it"
+)
+_QUANTISING = ("torch.ao.nn", "torch.nn.quantized")
 
 
 def refusal(projection: QueryProjection, model: nn.Module) -> str | None:
     """Why a projection is not to be scaled; ``None`` if it may be."""
+    if any(
+        type(above).__name__ == "FullyShardedDataParallel" and _holds(above, projection.module)
+        for above in modules_of(model)
+    ):
+        return SHARDED
     if _is_adapted(projection.module, model):
         return (
             "its query projection has an adapter (LoRA), and a checkpoint of the adapter alone would lack its "
@@ -29,16 +44,40 @@ def refusal(projection: QueryProjection, model: nn.Module) -> str | None:
         )
     for part in projection.parameters:
         parameter = projection.tensor(part)
-        if not parameter.is_floating_point():
-            return "the weights of its query projection are quantised"
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "_param_infos"):
-            return "its weights are sharded in a way (FSDP1, DeepSpeed ZeRO-3) in which they cannot be changed by rows"
+        if hasattr(parameter, "ds_id"):
+            return SHARDED
+        if _is_quantised(parameter):
+            return QUANTISED
         owners = {
             id(module) for module in modules_of(model) if any(p is parameter for p in module._parameters.values())
         }
         if len(owners) > 1:
-            return f"the {part.name} of its query projection is also that of another module"
+            return (
+                f"the {part.name} of its query projection is also that of another module, which would be multiplied "
+                "with it in a checkpoint; give each a weight of its own, or choose `sites` without it"
+            )
     return None
+
+
+def refusal_of_site(site: nn.Module) -> str:
+    """Why no module of a site was found that makes its queries."""
+    for module in modules_of(site):
+        if any(kind.__module__.startswith(_QUANTISING) for kind in type(module).__mro__) or any(
+            parameter is not None and parameter.dim() == 2 and _is_quantised(parameter)
+            for parameter in module._parameters.values()
+        ):
+            return QUANTISED
+    return NOT_FOUND
+
+
+def _is_quantised(parameter: Tensor) -> bool:
+    """Whether a parameter holds no plain floating-point numbers."""
+    kind = type(parameter.data)
+    return not parameter.is_floating_point() or not (kind is Tensor or is_spread(parameter))
+
+
+def _holds(above: nn.Module, module: nn.Module) -> bool:
+    return any(part is module for part in modules_of(above))
 
 
 def _is_peft(model: nn.Module) -> bool:
@@ -48,8 +87,7 @@ def _is_peft(model: nn.Module) -> bool:
 def _is_adapted(module: nn.Module, model: nn.Module) -> bool:
     """Whether a module is a part of what `peft` has put in the place of a layer."""
     return any(
-        any(f"{kind.__module__}.{kind.__name__}" == _ADAPTED for kind in type(above).__mro__)
-        and any(part is module for part in modules_of(above))
+        any(f"{kind.__module__}.{kind.__name__}" == _ADAPTED for kind in type(above).__mro__) and _holds(above, module)
         for above in modules_of(model)
     )
 

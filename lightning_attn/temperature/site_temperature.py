@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_attn.temperature.folding import fold, fold_state_dicts, unfold, unfolded_rows
-from lightning_attn.temperature.projection import QueryProjection, multiplier_dtype
+from lightning_attn.temperature.folding import FoldedStateDict, LoadedWeights, fold, unfold, unfolded_rows
+from lightning_attn.temperature.projection import QueryProjection
 from lightning_attn.temperature.proof import Proven
-from lightning_attn.temperature.scaling import Handle, scale
+from lightning_attn.temperature.scaling import ChannelScale, release, scale_outputs
 
 
 class SiteTemperature:
@@ -33,12 +33,16 @@ class SiteTemperature:
         self.projection = proven.projection
         #: (H,) see `Proven`.
         self.bias_std = proven.bias_std
-        #: Natural logarithms of the temperatures in float64: one for each head, or one for all.
-        self.log_temperatures = torch.zeros(self.projection.temperatures, dtype=torch.float64)
-        self._multiplier = self._new_multiplier()
+        self._log_temperatures = torch.zeros(self.projection.temperatures, dtype=torch.float64)
+        self._scale = ChannelScale.of(self.projection)
         self._copies: list[QueryProjection] = []
-        self._handles: list[Handle] = []
-        self._tell = lambda is_neutral: None
+        self._is_attached = False
+
+    @property
+    def log_temperatures(self) -> Tensor:
+        """Natural logarithms of the temperatures in float64: one for each head, or one for all."""
+        # Weights that were loaded make the scale neutral.
+        return torch.zeros_like(self._log_temperatures) if self._scale.is_neutral else self._log_temperatures
 
     @property
     def is_shared(self) -> bool:
@@ -59,34 +63,34 @@ class SiteTemperature:
         """Begin to divide queries.
 
         Args:
-            copies: models that are built alike and whose state dicts are to be folded as well: averages of this one.
+            copies: models that are built alike and are to have the same temperatures: averages of this one.
         """
-        handle, self._tell = scale(self.projection, self._multiplier)
         self._copies = [self.projection.of(copy) for copy in copies]
-        self._handles = [handle]
-        self._handles += [fold_state_dicts(held, lambda: self._multiplier) for held in (self.projection, *self._copies)]
-        module: Any = self.projection.module
-        self._handles.append(module.register_load_state_dict_post_hook(self._loaded))
+        for held in self._held():
+            release(held.module)  # a copy has what was on it when it was made
+            scale_outputs(held, self._scale)
+            held.module.register_state_dict_post_hook(FoldedStateDict(self._scale))
+        self.projection.module.register_load_state_dict_pre_hook(LoadedWeights(self._scale))
+        self._is_attached = True
         self.set(self.log_temperatures)
 
     def detach(self) -> None:
         """Write the temperatures into the parameters, and leave nothing behind."""
-        if not self._handles:
+        if not self._is_attached:
             return
-        if self.is_foldable:
-            for held in (self.projection, *self._copies):
-                fold(held, self._multiplier)
-        for handle in reversed(self._handles):
-            handle.remove()
-        # Code that was compiled meanwhile holds this tensor, and goes on multiplying with it.
-        self._multiplier.fill_(1)
-        self._handles, self._copies = [], []
+        for held in self._held():
+            if not self._scale.is_neutral:
+                fold(held, self._scale.multiplier_O)
+            release(held.module)
+        # Code that was compiled meanwhile holds its tensor, and goes on multiplying with it.
+        self._scale.reset()
+        self._is_attached, self._copies = False, []
 
     def set(self, log_temperatures: Tensor) -> None:
         """Change the temperatures."""
-        self.log_temperatures = log_temperatures.to("cpu", torch.float64)
-        self._multiplier.copy_(self.projection.multiplier((-self.log_temperatures).exp()))
-        self._tell(bool((self.log_temperatures == 0).all()))
+        self._log_temperatures = log_temperatures.to("cpu", torch.float64)
+        is_neutral = bool((self._log_temperatures == 0).all())
+        self._scale.set(self.projection.multiplier((-self._log_temperatures).exp()), is_neutral)
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on with the temperatures after a restart, to the last digit; all ranks must ask."""
@@ -110,7 +114,9 @@ class SiteTemperature:
         if not len(changed) or not self.is_foldable:
             self.set(log_temperatures)
             return True
-        multiplier = self._new_multiplier().copy_(self.projection.multiplier((-log_temperatures).exp()))
+        multiplier = ChannelScale.of(
+            self.projection, self.projection.multiplier((-log_temperatures).exp())
+        ).multiplier_O
         done = [
             unfold(held, changed, unfolded, multiplier)
             for held, unfolded in zip(self._held(), state["unfolded"], strict=False)
@@ -130,12 +136,3 @@ class SiteTemperature:
 
     def _held(self) -> tuple[QueryProjection, ...]:
         return (self.projection, *self._copies)
-
-    def _loaded(self, module: nn.Module, keys: Any) -> None:
-        self.set(torch.zeros_like(self.log_temperatures))
-
-    def _new_multiplier(self) -> Tensor:
-        tensors = [self.projection.tensor(part) for part in self.projection.parameters]
-        device = tensors[0].device if tensors else None
-        dtype = multiplier_dtype(tensors[0]) if tensors else torch.float32
-        return torch.ones(self.projection.channels, dtype=dtype, device=device)
