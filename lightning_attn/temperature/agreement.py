@@ -22,12 +22,14 @@ class Finding:
         bias_std: see `Proven`.
         reason: why it was not found.
         is_for_later: whether it may be found another time.
+        is_soft_capped: see `Proven`.
     """
 
     projection: dict[str, Any] | None = None
     bias_std: Tensor = field(default_factory=lambda: torch.zeros(0))
     reason: str = ""
     is_for_later: bool = False
+    is_soft_capped: bool = False
 
 
 def agreed(mine: Mapping[str, Finding], process_group: WhoJoins) -> dict[str, Finding]:
@@ -57,4 +59,5 @@ def _one(findings: list[Finding]) -> Finding:
     if any(repr(finding.projection) != repr(first.projection) for finding in certain):
         return Finding(reason="ranks have found different layouts of its queries")
     together = torch.stack([finding.bias_std for finding in certain]).nan_to_num(-torch.inf).amax(0)
-    return Finding(first.projection, together.nan_to_num(neginf=0.0))
+    is_soft_capped = any(finding.is_soft_capped for finding in certain)
+    return Finding(first.projection, together.nan_to_num(neginf=0.0), is_soft_capped=is_soft_capped)

@@ -71,10 +71,12 @@ class Proven:
         projection: what makes the queries.
         bias_std: (H,) of all heads of the site: how far what a bias adds to a head's logits deviates, centred row by
             row; NaN for a head that another rank has.
+        is_soft_capped: whether logits are not as many times smaller as queries are.
     """
 
     projection: QueryProjection
     bias_std: Tensor
+    is_soft_capped: bool = False
 
 
 class NotNowError(Exception):
@@ -109,7 +111,7 @@ def prove(
     for projection in guesses(heads, width):
         proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
-            return Proven(projection, proof.bias_std())
+            return Proven(projection, proof.bias_std(), proof.is_soft_capped)
         is_zero |= projection.makes_zeros
     if lockstep.all(is_zero):
         raise NotNowError("all its queries are zero, or those of a layer that may make them")
@@ -132,13 +134,17 @@ class _Proof:
         self._heads, self._tolerance = heads, tolerance
         self._logits = [_logits(call) for call in plain]
         self._biases: list[Tensor] = []
+        self._served_by: Tensor | None = None
+        #: See `Proven`.
+        self.is_soft_capped = any(call.soft_cap is not None for call in plain)
 
     def holds(self) -> bool:
         """Whether the projection makes the queries and nothing else."""
         count = self._projection.temperatures
-        if count not in (1, self._heads) or (count != self._heads and self._projection.rows is not None):
+        self._served_by = self._projection.served_by(self._heads)
+        if self._served_by is None:
             return False
-        biases = self._with(torch.zeros(count), have_queries=False)
+        biases = self._with(torch.zeros(count), is_anything_made=False)
         if biases is None:
             return False
         self._biases = biases
@@ -180,6 +186,7 @@ class _Proof:
         halves = torch.full((count,), 0.5)
         if self._multiplies(halves):
             return True
+        self.is_soft_capped = True
         halved = self._with(halves)
         return halved is not None and self._lockstep.all(
             all(
@@ -217,10 +224,10 @@ class _Proof:
                 return False
         return True
 
-    def _with(self, factors: Tensor, have_queries: bool = True) -> list[Tensor] | None:
-        return self._seen_with(self._projection.multiplier(factors), have_queries)
+    def _with(self, factors: Tensor, is_anything_made: bool = True) -> list[Tensor] | None:
+        return self._seen_with(self._projection.multiplier(factors), is_anything_made)
 
-    def _seen_with(self, multiplier: Tensor, have_queries: bool = True) -> list[Tensor] | None:
+    def _seen_with(self, multiplier: Tensor, is_anything_made: bool = True) -> list[Tensor] | None:
         """The logits where channels are multiplied; ``None`` where nothing can be compared or something else changes.
 
         That are the values; and queries, where they are known, must be zero if the channels are: what is added to them
@@ -230,7 +237,7 @@ class _Proof:
         is_alike = calls is not None and all(
             _logits(call).shape == _logits(plain).shape
             and (call.value is None or plain.value is None or self._is_near(call.value, plain.value, plain.value))
-            and (have_queries or not bool(call.query.any()))
+            and (is_anything_made or not bool(self._projection.made(call).any()))
             for call, plain in zip(calls, self._plain, strict=True)
         )
         if not self._lockstep.all(is_alike) or calls is None:
@@ -251,9 +258,8 @@ class _Proof:
     def _of_call(self, factors: Tensor, number: int) -> Tensor:
         """The factors of the heads of one call, (H, 1, 1)."""
         call = self._plain[number]
-        if len(factors) == 1:
-            return factors.to(call.query.device)
-        return factors[self._places(call, number)].to(call.query.device)[:, None, None]
+        assert self._served_by is not None
+        return factors[self._served_by[self._places(call, number)]].to(call.query.device)[:, None, None]
 
     def _places(self, call: AttentionCall, number: int) -> slice:
         """Which of the site's heads a call has: all, those of this rank, or the next one of a loop."""

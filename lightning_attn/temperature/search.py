@@ -1,0 +1,83 @@
+"""Looking for what makes the queries, or the keys, of a site that was met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.met import Met
+from lightning_attn.capture.sites import SitePatterns
+from lightning_attn.temperature import layouts
+from lightning_attn.temperature.agreement import Finding
+from lightning_attn.temperature.lockstep import Lockstep
+from lightning_attn.temperature.projection import QueryProjection
+from lightning_attn.temperature.proof import NotNowError, Replay, prove
+from lightning_attn.temperature.refusals import refusal, refusal_of_site
+from lightning_attn.temperature.sharded import unsharded
+
+#: Makes the context in which a module runs again, as of its precision.
+Surrounding: TypeAlias = Callable[[], AbstractContextManager[object]]
+#: Makes guesses, of a site, the names of its modules in the model, the number of its heads, and their width.
+Guesses: TypeAlias = Callable[[nn.Module, dict[nn.Module, str], int, int | None], Iterator[QueryProjection]]
+
+
+def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesses = layouts.guesses) -> Finding:
+    """Look for what makes the queries of a site.
+
+    Args:
+        met: the site's module, as it was met.
+        model: the model.
+        surrounding: makes the context in which the module runs again.
+        guesses: what may make them.
+    """
+    names = paths_of(model)
+    refusals: list[str] = []
+
+    def allowed(heads: int, width: int | None) -> Iterator[QueryProjection]:
+        for guess in guesses(met.module, names, heads, width):
+            reason = refusal(guess, model)
+            if reason is None:
+                yield guess
+            elif reason not in refusals:
+                refusals.append(reason)
+
+    try:
+        with surrounding(), unsharded(met.module, model):
+            proven = prove(allowed, Replay(met), Lockstep(met.module))
+    except NotNowError as error:
+        return Finding(reason=str(error), is_for_later=True)
+    except Exception as error:
+        return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
+    if proven is None:
+        return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
+    return Finding(proven.projection.to_dict(), proven.bias_std, is_soft_capped=proven.is_soft_capped)
+
+
+def met_in(model: nn.Module, patterns: SitePatterns, run: Callable[[], Any]) -> dict[str, Met]:
+    """The modules that compute attention while a model runs.
+
+    Args:
+        model: the model.
+        patterns: which of its sites.
+        run: runs it forward.
+    """
+    met: dict[str, Met] = {}
+    capture = Capture(
+        model,
+        lambda call: None,
+        sites=patterns,
+        max_sequences=1,
+        receive_module=lambda one: met.update({one.site: one}),
+    )
+    with capture:
+        run()
+    return met
+
+
+def paths_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The names of a model's modules as they are, wrappers and all: by these they are found again."""
+    return {module: name for name, module in model.named_modules()}
