@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -106,7 +106,9 @@ class AttentionClip:
         ]
         queries = agreed({one.site: self._queries(one, surrounding) for one in wanted}, self._process_group)
         found = [one for one in wanted if queries[one.site].projection is not None]
-        keys = agreed({one.site: self._keys(one, surrounding) for one in found}, self._process_group)
+        keys = agreed(
+            {one.site: self._keys(one, queries[one.site], surrounding) for one in found}, self._process_group
+        )
         for site, finding in queries.items():
             if finding.projection is not None:
                 self._add(site, finding, keys[site])
@@ -168,8 +170,15 @@ class AttentionClip:
             return Finding(reason=_FROZEN)
         return finding
 
-    def _keys(self, met: Met, surrounding: Surrounding) -> Finding:
-        return search(met, self.model, surrounding, key_guesses)
+    def _keys(self, met: Met, queries: Finding, surrounding: Surrounding) -> Finding:
+        assert queries.projection is not None
+        projection = QueryProjection.from_dict(queries.projection, self.model)
+
+        def guesses(*of_site: Any) -> Iterator[KeyProjection]:
+            # Where logits are written out, nothing but its name tells queries from keys: each makes them smaller.
+            return (guess for guess in key_guesses(*of_site) if not guess.overlaps(projection))
+
+        return search(met, self.model, surrounding, guesses)
 
     def _add(self, site: str, of_queries: Finding, of_keys: Finding) -> None:
         assert of_queries.projection is not None

@@ -118,6 +118,12 @@ class QueryProjection:
         """The channels of some heads, flat; ``None`` for all where heads share."""
         return None if self.rows is None else self.rows[heads].flatten()
 
+    def overlaps(self, other: QueryProjection) -> bool:
+        """Whether some channels of the same module are in both."""
+        if self.module is not other.module:
+            return False
+        return self.rows is None or other.rows is None or bool(torch.isin(self.rows, other.rows).any())
+
     def of(self, model: nn.Module) -> QueryProjection:
         """The same of another model that is built alike, such as an average of this one."""
         return QueryProjection(model.get_submodule(self.name), self.name, self.kind, self.rows, self.parameters)
