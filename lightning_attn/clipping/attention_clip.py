@@ -106,9 +106,7 @@ class AttentionClip:
         ]
         queries = agreed({one.site: self._queries(one, surrounding) for one in wanted}, self._process_group)
         found = [one for one in wanted if queries[one.site].projection is not None]
-        keys = agreed(
-            {one.site: self._keys(one, queries[one.site], surrounding) for one in found}, self._process_group
-        )
+        keys = agreed({one.site: self._keys(one, queries[one.site], surrounding) for one in found}, self._process_group)
         for site, finding in queries.items():
             if finding.projection is not None:
                 self._add(site, finding, keys[site])

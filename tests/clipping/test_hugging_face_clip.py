@@ -56,7 +56,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], bool]] = {
     "BERT": (
         "Bert",
         {**SMALL, "max_position_embeddings": 32},
-        {f"encoder.layer.0.attention.self.{name}.{part}": 8 for name in ("query", "key") for part in ("weight", "bias")},
+        {
+            f"encoder.layer.0.attention.self.{name}.{part}": 8
+            for name in ("query", "key")
+            for part in ("weight", "bias")
+        },
         True,
     ),
     "GPT-NeoX": (
