@@ -1,4 +1,4 @@
-"""One picture of two runs: their losses, and every attention head over training."""
+"""One picture of several runs: their losses, and every attention head over training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from matplotlib.ticker import FuncFormatter
 from PIL import Image
 from watched_run import Run
 
-COLOURS = ("#1f6fb4", "#d1495b")
+COLOURS = ("#1f6fb4", "#d1495b", "#2a9d6f")
 
 
-def draw(runs: tuple[Run, Run], headline: str, titles: Mapping[str, str], loss_unit: str, path: Path) -> None:
-    """Draw the losses and every head of two runs.
+def draw(runs: tuple[Run, Run, Run], headline: str, titles: Mapping[str, str], loss_unit: str, path: Path) -> None:
+    """Draw the losses and every head of three runs.
 
     Args:
-        runs: the healthy run and the other one.
+        runs: the healthy run, the one that goes wrong, and that one rescued.
         headline: what the picture says.
         titles: what to see in each of four panels, for ``"loss"`` and for statistics of the monitor.
         loss_unit: what the loss is measured in.
@@ -50,14 +50,14 @@ def draw(runs: tuple[Run, Run], headline: str, titles: Mapping[str, str], loss_u
     Image.open(pixels).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size, looks the same
 
 
-def _draw_losses(panel: Axes, runs: tuple[Run, Run], unit: str) -> None:
+def _draw_losses(panel: Axes, runs: tuple[Run, Run, Run], unit: str) -> None:
     for run, colour in zip(runs, COLOURS, strict=True):
         label = f"{run.title}, learning rate {run.learning_rate:g}"
         panel.plot(run.smooth_losses(), color=colour, linewidth=2.4, label=label)
     panel.set_ylabel(unit, fontsize=11.5)
     panel.legend(frameon=False, fontsize=12, loc="upper right")
     for run, colour in zip(runs, COLOURS, strict=True):
-        if run.faults:
+        if run.faults and run.rescued_at is None:  # until it is rescued it is the same run
             step = run.faults[0].step
             panel.axvline(step, color=colour, linewidth=1.4, linestyle="--")
             panel.text(step + 5, panel.get_ylim()[1], f"warned at step {step}", color=colour, fontsize=11.5, va="top")
@@ -67,7 +67,7 @@ def _draw_losses(panel: Axes, runs: tuple[Run, Run], unit: str) -> None:
     panel.text(early[1] + 5, bottom, f"{share}% of the run", fontsize=11.5, color="0.35", va="bottom")
 
 
-def _draw_heads(panel: Axes, runs: tuple[Run, Run], statistic: str) -> None:
+def _draw_heads(panel: Axes, runs: tuple[Run, Run, Run], statistic: str) -> None:
     for run, colour in zip(runs, COLOURS, strict=True):
         for site, heads in run.history[-1].heads.items():
             for head in range(heads):

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_attn import AttentionEarlyWarning, AttentionMonitor, EarlyWarning, History
+from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning, AttentionMonitor, EarlyWarning, History
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a training run: every step's loss, what the callbacks saw, how good the model became."""
+    """What is left of a training run: every step's loss, what the callbacks saw and did, how good the model became."""
 
     title: str
     learning_rate: float
@@ -51,6 +51,7 @@ class Run:
     history: History
     warnings: list[EarlyWarning]
     test_accuracy: float | None
+    rescued_at: int | None = None
 
     @property
     def early(self) -> tuple[int, int]:
@@ -70,18 +71,21 @@ class Run:
         ]
 
 
-def train(domain: Domain, title: str, learning_rate: float, seed: int, folder: Path) -> Run:
+def train(domain: Domain, title: str, learning_rate: float, seed: int, folder: Path, is_rescued: bool = False) -> Run:
     """Train the model of a domain; equal seeds begin with equal weights and see the same batches.
 
-    Watching it takes one callback, `AttentionMonitor`, and being warned another, `AttentionEarlyWarning`.
+    Watching it takes one callback, `AttentionMonitor`, being warned another, `AttentionEarlyWarning`, and being rescued
+    a third, `AdaptiveTemperature`, which does nothing until a warning is given.
     """
     pl.seed_everything(seed, verbose=False)
     model = domain.model(learning_rate)
     monitor = AttentionMonitor(every_n_steps=10, heat_map_every_n_steps=100, print_summary=False)
     early_warning = AttentionEarlyWarning(print_summary=False)
+    rescue = AdaptiveTemperature(start="warning", print_summary=False)
     losses = LossHistory()
+    watching = [monitor, early_warning, rescue] if is_rescued else [monitor, early_warning]
     trainer = pl.Trainer(
-        callbacks=[monitor, early_warning, losses, ProgressBar(title, domain.steps)],
+        callbacks=[*watching, losses, ProgressBar(title, domain.steps)],
         logger=TensorBoardLogger(folder, title.replace(" ", "_"), version="", default_hp_metric=False),
         accelerator="cpu",
         max_epochs=1,
@@ -95,7 +99,8 @@ def train(domain: Domain, title: str, learning_rate: float, seed: int, folder: P
     if domain.test_data is not None:
         (tested,) = trainer.test(model, DataLoader(domain.test_data, batch_size=len(domain.test_data)), verbose=False)
         test_accuracy = tested["test_accuracy"]
-    return Run(title, learning_rate, losses.losses, monitor.history, early_warning.warnings, test_accuracy)
+    warnings, rescued_at = early_warning.warnings, rescue.started_at
+    return Run(title, learning_rate, losses.losses, monitor.history, warnings, test_accuracy, rescued_at)
 
 
 class LossHistory(pl.Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,9 +14,9 @@ from lightning_attn.callbacks.misconfiguration import misconfiguration
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.subscription import Subscription
 from lightning_attn.callbacks.temperature_log import TemperatureLog
+from lightning_attn.callbacks.temperature_search import TemperatureSearch, some
 from lightning_attn.callbacks.temperature_start import TemperatureStart
 from lightning_attn.callbacks.warning_board import WarningBoard
-from lightning_attn.capture.met import Met
 from lightning_attn.capture.sites import SiteNames
 from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.request import Request
@@ -29,8 +28,6 @@ from lightning_attn.temperature.plan import Control, TemperaturePlan
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-#: So many captures are tried at a site whose queries cannot be told, as when they are zero at first.
-_TRIES = 10
 #: Strategies whose parameters cannot be changed by rows, by the names of their classes.
 _REFUSED_STRATEGIES = ("FSDPStrategy", "DeepSpeedStrategy")
 
@@ -113,26 +110,28 @@ class AdaptiveTemperature(Callback):
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", " or None")
             self._log = TemperatureLog(file, heat_map_every_n_steps, print_summary, dry_run)
         self._is_dry = dry_run
-        self._key = self._generate_state_key(
-            control=repr(control), start=start, every_n_steps=every_n_steps, sites=sites, file=file
-        )
+        # Not what may be changed when a run goes on.
+        self._key = self._generate_state_key(sites=sites, controls=[str(one) for one in self._plan.patterns])
+        self._search = TemperatureSearch(self._log.warn)
         self._is_evaluating = False
         self._folder = "."
         #: ``None`` where nothing is trained.
         self._governor: TemperatureGovernor | None = None
-        self._met: dict[str, Met] = {}
         #: What was loaded from a checkpoint and waits for its model.
         self._loaded: dict[str, Any] | None = None
         #: The state at the end of the last fit.
         self._kept: dict[str, Any] | None = None
         self._temperatures: dict[str, list[float]] = {}
+        #: What could not be written into the model at the end of the last fit, and stays on it.
+        self._left: AttentionTemperature | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._started_at: int | None = None
-        self._tries: dict[str, int] = {}
-        self._is_searching = True
-        self._reported: set[str] = set()
+        #: The last step at whose beginning it was looked whether something is to be done.
+        self._begun_step: int | None = None
+        self._has_looked = False
+        self._search.begin()
 
     @property
     def temperatures(self) -> dict[str, list[float]]:
@@ -151,45 +150,29 @@ class AdaptiveTemperature(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on to the last digit, in plain values and tensors; all ranks must ask."""
-        return self._state() if self._governor is not None else self._kept or {}
+        return self._state(self._governor) if self._governor is not None else self._loaded or self._kept or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off, unless it is loaded to be evaluated."""
-        if self._is_evaluating or not state_dict:
-            return
-        self._loaded = state_dict
-        if self._governor is not None:  # a strategy that loads the model after it was set up
-            self._restore(self._governor)
+        """Go on where a checkpoint left off when training starts, unless it is loaded to be evaluated."""
+        if not self._is_evaluating and state_dict:
+            self._loaded = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Learn what a checkpoint is loaded for."""
         self._is_evaluating = stage != "fit"
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take over the queries of the model where they are known, from a checkpoint or by their names."""
-        self._refuse(trainer)
-        with misconfiguration():
-            names = SiteNames(pl_module)
-            for patterns in (self._subscription.request.sites, *self._plan.patterns):
-                patterns.check(names)
+        """Refuse what cannot be, and find out where files go, which ranks do together."""
+        self._refuse(trainer, pl_module)
         self._folder = output_folder(trainer)
-        sites = self._subscription.request.sites.patterns
-        joins: WhoJoins = "alone" if trainer.world_size == 1 else None
-        temperature = AttentionTemperature(pl_module, list(sites), process_group=joins)
-        temperature.follow(averaged_models(trainer))
-        self._governor = TemperatureGovernor(temperature, self._plan, self._is_dry)
-        if self._loaded is None and trainer.global_step > 0:
-            self._loaded = self._kept  # the same Trainer goes on
-        if self._loaded is not None:
-            self._restore(self._governor)
-        elif trainer.global_step == 0:
-            self._begin()
-            if self._plan.has_schedules and self._start.has_come(0, ()) and not self._is_dry:
-                temperature.guess()
-                self._governor.follow_schedules(0)
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take over the queries of the model where their names tell them."""
+        self._take_over(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a run, or go on with one."""
+        self._take_over(trainer, pl_module)
         if self._schedule.start(trainer):
             self._begin()
             self._log.begin()
@@ -202,20 +185,17 @@ class AdaptiveTemperature(Callback):
         governor, step = self._governor, self._schedule.step
         if governor is None:
             return
-        if self._started_at is None:
-            self._look_for_the_start(trainer, step)
-        if self._started_at is not None and self._plan.has_schedules:
-            changes = governor.follow_schedules(step - self._started_at)
-            if self._logging.is_due(step):
-                self._log.write(trainer, step, governor.temperatures(), changes)
+        if step != self._begun_step:  # nothing changes between the batches of a step
+            self._begun_step = step
+            self._begin_step(trainer, governor, step)
         is_due = self._schedule.batch_starts(trainer)
-        if is_due and (self._is_searching or (self._started_at is not None and self._plan.loops)):
+        if is_due and (self._search.is_on or (self._started_at is not None and self._plan.loops)):
             self._subscription.open(
                 trainer,
                 pl_module,
                 "training_step",
                 self._schedule.needed_steps,
-                receive_module=self._meet if self._is_searching else None,
+                receive_module=self._search.meet if self._search.is_on else None,
             )
 
     def on_train_batch_end(
@@ -229,23 +209,29 @@ class AdaptiveTemperature(Callback):
         snapshot = self._subscription.collect(trainer) if was_watched else None
         if snapshot:
             self._schedule.settle(self._subscription.number)
-            if self._is_searching:
-                self._find(trainer, governor, snapshot)
+            governed = [site for site in snapshot.sites if self._plan.governs(site)]
+            self._search.settle(governor.temperature, governed, trainer.precision_plugin.forward_context)
             if self._started_at is not None:
-                governor.look(snapshot)
+                self._look(governor, snapshot)
+                self._has_looked = True
+        self._search.forget()
         if self._schedule.batch_ends(trainer, was_watched, was_captured=bool(snapshot)):
-            changes = governor.act(self._schedule.step)
-            if changes or (snapshot and self._started_at is not None):
-                self._log.write(trainer, self._schedule.step, governor.temperatures(), changes)
+            governor.act(self._schedule.step)
+            if self._has_looked:
+                self._has_looked = False
+                self._log.write(trainer, self._schedule.step, governor)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give up a batch that never ended."""
         self._subscription.give_up(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the state of parameters that are spread over ranks while the ranks can still be asked."""
-        if self._governor is not None and self._governor.temperature.is_spread:
-            self._kept = self._state()
+        """Write down what is not yet, and keep the state of spread parameters while ranks can still be asked."""
+        if self._governor is None:
+            return
+        self._log.write(trainer, self._schedule.step, self._governor)
+        if self._governor.temperature.is_spread:
+            self._kept = self._state(self._governor)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the temperatures into the model, after the last checkpoint."""
@@ -262,107 +248,120 @@ class AdaptiveTemperature(Callback):
         self._subscription.give_up(trainer)
         self._finish(trainer)
 
-    def _look_for_the_start(self, trainer: pl.Trainer, step: int) -> None:
+    def _take_over(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Attach to the model, once what came before training, as finding a learning rate, is over."""
+        if self._governor is not None:
+            return
+        if self._left is not None:  # of the last fit
+            self._left.detach()
+            self._left = None
+        sites = self._subscription.request.sites.patterns
+        joins: WhoJoins = "alone" if trainer.world_size == 1 else None
+        temperature = AttentionTemperature(pl_module, list(sites), process_group=joins)
+        temperature.follow(averaged_models(trainer))
+        self._governor = TemperatureGovernor(temperature, self._plan, self._is_dry)
+        if self._loaded is None and trainer.global_step > 0:
+            self._loaded = self._kept  # the same Trainer goes on
+        if self._loaded is not None:
+            self._restore(self._governor, self._loaded)
+            self._loaded = None
+            return
+        self._begin()
+        if self._plan.has_schedules and self._start.has_come(0, ()) and not self._is_dry:
+            temperature.guess()
+            self._governor.follow_schedules(0, 0)
+
+    def _begin_step(self, trainer: pl.Trainer, governor: TemperatureGovernor, step: int) -> None:
+        """Switch on when it is time, and follow schedules."""
+        is_first = self._started_at is None and self._has_come(trainer, step)
+        if is_first:
+            self._started_at = step
+            if self._start.waits_for_warnings:
+                governor.wake()
+            if step > 0:
+                self._log.say(f"switched on at step {step}; {self._plan}.")
+        if self._started_at is not None and self._plan.has_schedules:
+            governor.follow_schedules(step, self._started_at)
+            if is_first or self._logging.is_due(step):
+                self._log.write(trainer, step, governor)
+
+    def _look(self, governor: TemperatureGovernor, snapshot: Snapshot) -> None:
+        """Decide on temperatures, and say what has woken a loop that slept."""
+        for loop, site, head in governor.look(snapshot):
+            if snapshot.step > 0:
+                self._log.say(f"head {head} of {site} wakes it at step {snapshot.step}; {loop}.")
+
+    def _has_come(self, trainer: pl.Trainer, step: int) -> bool:
+        """Whether it is time to switch on."""
         board = WarningBoard.of(trainer)
         if self._start.waits_for_warnings and not board.has_owner:
             raise MisconfigurationException(
                 "`start` waits for an early warning, and the Trainer has no AttentionEarlyWarning among its callbacks; "
                 "add one, or let `start` be a step."
             )
-        if self._start.has_come(step, board):
-            self._started_at = step
-            if step > 0:
-                self._log.say(f"switched on at step {step}; {self._plan}.")
+        return self._start.has_come(step, board)
 
-    def _meet(self, met: Met) -> None:
-        self._met.setdefault(met.site, met)
-
-    def _find(self, trainer: pl.Trainer, governor: TemperatureGovernor, snapshot: Snapshot) -> None:
-        """Find the queries of the sites that were seen, and say whose cannot be found."""
-        temperature = governor.temperature
-        met, self._met = self._met, {}
-        later = temperature.find_among(met, lambda: _precision(trainer))
-        if self._plan.has_schedules and self._started_at is not None:
-            governor.follow_schedules(self._schedule.step - self._started_at)
-        for site in snapshot.sites:
-            self._tries[site] = self._tries.get(site, 0) + 1
-        settled = temperature.sites.keys() | temperature.refused.keys()
-        self._is_searching = any(tries < _TRIES for site, tries in self._tries.items() if site not in settled)
-        for site in later:
-            if self._tries.get(site, 0) == _TRIES:
-                self._report(f"{site}: its queries could not be told in {_TRIES} captures; its temperature stays 1.")
-        by_reason: dict[str, list[str]] = {}
-        for site, reason in temperature.refused.items():
-            by_reason.setdefault(reason, []).append(site)
-        for reason, sites in by_reason.items():
-            self._report(f"the temperature of {_some(sites)} stays 1: {reason}.")
-        unfoldable = [site for site, held in temperature.sites.items() if not held.is_foldable]
-        if unfoldable:
-            self._report(
-                f"the queries of {_some(unfoldable)} come from a norm without a gain, into which no temperature can be "
-                "written: what is saved lacks it. Load it with `lightning_attn.temperature.load_temperatures(model, "
-                "checkpoint)` for inference, or give the norm a gain."
-            )
-
-    def _report(self, message: str) -> None:
-        if message not in self._reported:
-            self._reported.add(message)
-            self._log.warn(message)
-
-    def _state(self) -> dict[str, Any]:
-        assert self._governor is not None
+    def _state(self, governor: TemperatureGovernor) -> dict[str, Any]:
         return {
             "schedule": self._schedule.state_dict(),
             "started_at": self._started_at,
-            "tries": dict(self._tries),
-            "is_searching": self._is_searching,
-            "governor": self._governor.state_dict(),
-            "sites": self._governor.temperature.state_dict(),
+            "begun_step": self._begun_step,
+            "has_looked": self._has_looked,
+            "search": self._search.state_dict(),
+            "governor": governor.state_dict(),
+            "sites": governor.temperature.state_dict(),
             "log": self._log.state_dict(),
         }
 
-    def _restore(self, governor: TemperatureGovernor) -> None:
+    def _restore(self, governor: TemperatureGovernor, state: dict[str, Any]) -> None:
         """Go on where a checkpoint left off, now that its model is there."""
-        state, self._loaded = self._loaded, None
-        assert state is not None
         self._schedule.load_state_dict(state["schedule"])
         self._started_at = state["started_at"]
-        self._tries = dict(state["tries"])
-        self._is_searching = state["is_searching"]
-        self._log.load_state_dict(state["log"], self._schedule.step)
+        self._begun_step = state["begun_step"]
+        self._has_looked = state["has_looked"]
+        self._search.load_state_dict(state["search"])
+        self._log.load_state_dict(state["log"])
         governor.load_state_dict(state["governor"])
         others = governor.temperature.load_state_dict(state["sites"])
         if others:
             self._log.warn(
-                f"the weights of {_some(others)} are not those that were saved with their temperatures; these are 1."
+                f"the weights of {some(others)} are not those that were saved with their temperatures; these are 1."
             )
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        governor = self._governor
+        """Write the temperatures into the model, and let go of it."""
+        governor, self._governor = self._governor, None
+        self._loaded = None
         if governor is None:
             return
         self._temperatures = governor.temperatures()
-        if not governor.temperature.is_spread:
-            self._kept = self._state()
-        self._governor, self._met = None, {}
-        self._log.end(trainer, self._temperatures, is_folded=not self._is_dry)
-        governor.temperature.detach()
+        temperature = governor.temperature
+        if not temperature.is_spread:
+            self._kept = self._state(governor)
+        self._search.forget()
+        left = temperature.fold()
+        self._left = temperature if left else None
+        self._log.end(trainer, self._temperatures, left)
 
-    @staticmethod
-    def _refuse(trainer: pl.Trainer) -> None:
-        """Refuse strategies by name."""
+    def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse strategies by name, patterns that no module has, and two callbacks for one module."""
         for kind in type(trainer.strategy).__mro__:
             if kind.__name__ in _REFUSED_STRATEGIES:
                 raise MisconfigurationException(
                     f"AdaptiveTemperature cannot change the parameters that {kind.__name__} shards; use "
                     "`ModelParallelStrategy` with `fully_shard` (FSDP2), or data parallelism."
                 )
+        names = SiteNames(pl_module)
+        with misconfiguration():
+            for patterns in (self._subscription.request.sites, *self._plan.patterns):
+                patterns.check(names)
+        others = [one for one in trainer.callbacks if isinstance(one, AdaptiveTemperature) and one is not self]  # type: ignore[attr-defined]
+        for module in pl_module.modules():
+            if any(self._governs(names[module]) and other._governs(names[module]) for other in others):
+                raise MisconfigurationException(
+                    f"Two AdaptiveTemperature callbacks would divide the queries of {names[module]!r}; give each "
+                    "`sites` of its own."
+                )
 
-
-def _precision(trainer: pl.Trainer) -> AbstractContextManager[object]:
-    context: AbstractContextManager[object] = trainer.precision_plugin.forward_context()
-    return context
-
-
-def _some(sites: list[str]) -> str:
-    return ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
+    def _governs(self, site: str) -> bool:
+        return self._subscription.request.sites.match(site) and self._plan.governs(site)

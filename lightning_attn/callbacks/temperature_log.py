@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_attn.callbacks.snapshot_log import MAX_TAGS
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.temperature.change import TemperatureChange
+from lightning_attn.temperature.governor import TemperatureGovernor
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,6 +42,7 @@ class TemperatureLog:
         self._file_name = checked_name(file)
         self._heat_map_every_n_steps = heat_map_every_n_steps
         self._print_summary = print_summary
+        self._is_dry = is_dry
         self._name = "AdaptiveTemperature (dry run)" if is_dry else "AdaptiveTemperature"
         self._file: RunFile | None = None
         self._run: str | None = None
@@ -51,7 +54,9 @@ class TemperatureLog:
         self._last_heat_map: int | None = None
         self._moved: set[str] = set()
         self._limited: set[tuple[str, int]] = set()
-        self._resumed_at: int | None = None
+        #: How many lines of the file are of this run.
+        self._lines = 0
+        self._is_resumed = False
 
     def state_dict(self) -> dict[str, Any]:
         """What was said, and which lines of the file are of this run."""
@@ -60,11 +65,13 @@ class TemperatureLog:
             "moved": sorted(self._moved),
             "limited": sorted(self._limited),
             "last_heat_map": self._last_heat_map,
+            "lines": self._lines,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off."""
-        self._run, self._resumed_at = state["run"], step
+        self._run, self._is_resumed = state["run"], True
+        self._lines = state["lines"]
         self._moved = set(state["moved"])
         self._limited = {(site, head) for site, head in state["limited"]}
         self._last_heat_map = state["last_heat_map"]
@@ -75,10 +82,10 @@ class TemperatureLog:
             return
         self._file = RunFile(file_path(folder, self._file_name), self._run, "Changes of temperatures")
         self._run = self._file.run
-        if self._resumed_at is not None:
-            last = self._resumed_at
-            self._file.resume(lambda line: int(line.get("step", 0)) <= last)
-            self._resumed_at = None
+        if self._is_resumed:
+            number = count()
+            self._file.resume(lambda line: next(number) < self._lines)
+            self._is_resumed = False
 
     def say(self, message: str) -> None:
         """Say what was done, or found out."""
@@ -88,23 +95,18 @@ class TemperatureLog:
         """Say what its owner should know."""
         rank_zero_warn(f"{self._name}: {message}", category=AttentionWarning)
 
-    def write(
-        self,
-        trainer: pl.Trainer,
-        step: int,
-        temperatures: Mapping[str, list[float]],
-        changes: Sequence[TemperatureChange],
-    ) -> None:
+    def write(self, trainer: pl.Trainer, step: int, governor: TemperatureGovernor) -> None:
         """Write down what the temperatures are, and say what is new about them.
 
         Args:
             trainer: whose loggers.
             step: the optimiser step.
-            temperatures: of every head of every site.
-            changes: what was done in this step; may be nothing.
+            governor: has the temperatures, and what was done to them since this was last called.
         """
+        temperatures, changes = governor.temperatures(), governor.take_changes()
         if self._file is not None:
             self._file.add(change.to_dict() for change in changes)
+        self._lines += len(changes)
         if temperatures:
             log_scalars(trainer, _scalars(temperatures, changes), step)
             self._draw(trainer, step, temperatures)
@@ -112,17 +114,21 @@ class TemperatureLog:
             if change.site not in self._moved:
                 self._moved.add(change.site)
                 self.say(_first_words(change))
-            new = [head for head in change.limited if (change.site, head) not in self._limited]
-            if new:
-                self._limited.update((change.site, head) for head in new)
-                self.warn(
-                    f"at step {step} the temperature of head {_listed(new)} of {change.site} has come to its limit of "
-                    f"{change.after[new[0]]:.4g} and goes no farther. Its weights grow faster than a temperature makes "
-                    f"up for: lower the learning rate, or normalise queries and keys."
-                )
+            self._tell_limits(change)
 
-    def end(self, trainer: pl.Trainer, temperatures: Mapping[str, list[float]], is_folded: bool) -> None:
-        """Sum up."""
+    def end(self, trainer: pl.Trainer, temperatures: Mapping[str, list[float]], left: Mapping[str, str]) -> None:
+        """Sum up.
+
+        Args:
+            trainer: whose rank prints.
+            temperatures: of every head of every site.
+            left: the sites whose temperatures could not be written into weights, with the reason.
+        """
+        for site, reason in left.items():
+            self.warn(
+                f"the temperatures of {site} are not written into its weights: {reason}. They stay on the model as a "
+                "forward hook."
+            )
         if not self._print_summary or not trainer.is_global_zero or not temperatures:
             return
         heads = [(value, site, head) for site, values in temperatures.items() for head, value in enumerate(values)]
@@ -132,9 +138,26 @@ class TemperatureLog:
             return
         lines = [f"  {value:8.3g}  {site}, head {head}" for value, site, head in changed[:10]]
         more = f"\n  … and {len(changed) - 10} more" if len(changed) > 10 else ""
-        where = "; they are written into the weights of the query projections" if is_folded else ""
+        where = "" if self._is_dry or left else "; they are written into the weights of the query projections"
         print(f"\n{self._name}: temperatures of {len(changed)} of {len(heads)} heads{where}:")
         print("\n".join(lines) + more)
+
+    def _tell_limits(self, change: TemperatureChange) -> None:
+        new = [head for head in change.limited if (change.site, head) not in self._limited]
+        if not new:
+            return
+        self._limited.update((change.site, head) for head in new)
+        limit = change.after[new[0]]
+        why = ""
+        if change.scale is not None and limit > 1:
+            why = (
+                " Its weights grow faster than a temperature makes up for: lower the learning rate, or normalise "
+                "queries and keys."
+            )
+        self.warn(
+            f"at step {change.step} the temperature of head {_listed(new)} of {change.site} has come to its limit of "
+            f"{limit:.4g} and goes no farther.{why}"
+        )
 
     def _draw(self, trainer: pl.Trainer, step: int, temperatures: Mapping[str, list[float]]) -> None:
         every, last = self._heat_map_every_n_steps, self._last_heat_map

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_attn.temperature.attention_temperature import AttentionTemperature
 from lightning_attn.temperature.control import HoldEntropy, HoldLogitScale, TemperatureControl
+from lightning_attn.temperature.loading import load_temperatures
 from lightning_attn.temperature.schedules import (
     ConstantTemperature,
     CosineTemperature,
@@ -32,4 +33,5 @@ __all__ = [
     "SSMax",
     "TemperatureControl",
     "TemperatureSchedule",
+    "load_temperatures",
 ]

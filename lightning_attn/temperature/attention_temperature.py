@@ -169,6 +169,17 @@ class AttentionTemperature:
         for held in self.sites.values():
             held.attach(self._copies)
 
+    def fold(self) -> dict[str, str]:
+        """Write the temperatures into the parameters, and leave nothing behind, but where that cannot be.
+
+        Returns:
+            The sites whose temperatures stay attached, with the reason: there is nothing to write them into, or their
+            module was proven to give something else with it.
+        """
+        left = {site: reason for site, held in self.sites.items() if (reason := held.fold())}
+        self.sites = {site: self.sites[site] for site in left}
+        return left
+
     def detach(self) -> None:
         """Write the temperatures into the parameters, and leave nothing behind on the model."""
         for held in self.sites.values():
@@ -177,7 +188,7 @@ class AttentionTemperature:
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on with the temperatures after a restart, to the last digit; all ranks must ask."""
-        return {site: held.state_dict() for site, held in self.sites.items() if site not in self.guessed}
+        return {site: {**held.state_dict(), "is_guessed": site in self.guessed} for site, held in self.sites.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on with temperatures whose model has been loaded.
@@ -193,6 +204,8 @@ class AttentionTemperature:
                 except AttributeError:  # another model
                     others.append(site)
                     continue
+            if of_site["is_guessed"]:
+                self.guessed.add(site)
             if not self.sites[site].load_state_dict(of_site):
                 others.append(site)
         return others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ class TemperatureChange:
     """One move of the temperatures of a site.
 
     Args:
-        step: the optimiser step from whose end on they count.
+        step: the first optimiser step that has them.
         site: the site.
         before: the temperature of each head.
         after: the same afterwards.
@@ -35,3 +36,8 @@ class TemperatureChange:
     def to_dict(self) -> dict[str, Any]:
         """The values by their names, ready for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TemperatureChange:
+        """The record of what `to_dict` gave."""
+        return cls(**{**values, "limited": tuple(values["limited"])})

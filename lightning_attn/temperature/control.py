@@ -30,6 +30,15 @@ class TemperatureControl(ABC):
         self.gain = float(gain)
         self.max_change = float(max_change)
 
+    def wakes(self, read: Mapping[str, Tensor], before: Mapping[str, Tensor] | None) -> Tensor:
+        """Which of some heads wake the loop, which until then does nothing; all, if it does not sleep.
+
+        Args:
+            read: see `moved`; the temperatures are 1 still.
+            before: the same of the measurement before; ``None`` where there was none.
+        """
+        return torch.ones_like(next(iter(read.values())), dtype=torch.bool)
+
     def moved(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """The logarithms of the temperatures of some heads after one move.
 
@@ -58,6 +67,11 @@ class TemperatureControl(ABC):
 class HoldLogitScale(TemperatureControl):
     r"""Holds the deviation of each head's logits in a band by what it is before the temperature.
 
+    The loop sleeps until a head's raw scale is above ``wakes_at``, or above half of it and growing so fast that the next
+    measurement would find twice as much. From then on it holds all heads: where one is about to saturate others follow,
+    and it takes less to hold them early. A run in which no head comes so far, such as most that are well, is left as it
+    is to the last digit.
+
     Of a head whose queries and keys, row by row, have products of the deviation ``s`` (the raw scale), the temperature
     goes to
 
@@ -70,12 +84,13 @@ class HoldLogitScale(TemperatureControl):
     Stability: the raw scale does not depend on the temperature of the same step. While it stands still the distance
     ``log τ* − log τ`` shrinks by ``1 − gain`` at each move and never changes its sign: nothing oscillates. While it
     grows by a factor ``r`` between two moves, the logits stay behind by at most ``log r / gain`` (as long as that is
-    less than ``log max_change``). In the long run weights may grow because the temperature lets them: with ``s ∝ τ^ε`` a
-    move shrinks the distance by ``1 − gain (1 − ε)``, which settles for every ``ε < 1``; from ``ε = 1`` on, temperature
-    and weights would chase each other, and the limit of the callback ends it.
+    less than ``log max_change``). In the long run weights may grow because the temperature lets them: with ``s ∝ τ^ε``
+    a move shrinks the distance by ``1 − gain (1 − ε)``, which settles for every ``ε < 1``; from ``ε = 1`` on,
+    temperature and weights would chase each other, and the limit of the callback ends it.
 
     Args:
         upper: the deviation of logits that heads are brought down to.
+        wakes_at: the raw scale of a head that wakes the loop; ``None`` for a loop that does not sleep.
         lower: the one that they are brought up to; ``None`` for no such.
         gain: which share of the way is gone at once.
         max_change: by which factor a temperature may change at once.
@@ -85,23 +100,44 @@ class HoldLogitScale(TemperatureControl):
 
     Example:
         >>> control = HoldLogitScale(upper=4.0, gain=0.5)
-        >>> hot = {"logit_std": torch.tensor([16.0, 2.0])}
-        >>> control.moved(torch.zeros(2, dtype=torch.float64), hot).exp()
+        >>> cool, hot = torch.zeros(2, dtype=torch.float64), {"logit_std": torch.tensor([16.0, 2.0])}
+        >>> control.wakes(hot, before=None)
+        tensor([ True, False])
+        >>> control.moved(cool, hot).exp()
         tensor([2., 1.], dtype=torch.float64)
     """
 
     statistics = ("logit_std",)
 
     def __init__(
-        self, upper: float = 4.0, lower: float | None = None, gain: float = 0.8, max_change: float = 4.0
+        self,
+        upper: float = 3.0,
+        wakes_at: float | None = 10.0,
+        lower: float | None = None,
+        gain: float = 0.9,
+        max_change: float = 10.0,
     ) -> None:
         super().__init__(gain, max_change)
         _check(upper > 0, "upper", upper, "a positive number")
         _check(
             lower is None or 0 < lower < upper, "lower", lower, f"a positive number below `upper` ({upper}), or None"
         )
+        is_above = wakes_at is None or wakes_at >= upper
+        _check(is_above, "wakes_at", wakes_at, f"at least `upper` ({upper}), or None")
         self.upper = float(upper)
+        self.wakes_at = None if wakes_at is None else float(wakes_at)
         self.lower = None if lower is None else float(lower)
+
+    def wakes(self, read: Mapping[str, Tensor], before: Mapping[str, Tensor] | None) -> Tensor:
+        """Which heads have a raw scale that wakes the loop, or are about to."""
+        if self.wakes_at is None:
+            return super().wakes(read, before)
+        scale = read["logit_std"]
+        is_above = scale > self.wakes_at
+        if before is None:
+            return is_above
+        next_scale = scale * (scale / before["logit_std"])
+        return is_above | ((scale > self.wakes_at / 2) & (next_scale > 2 * self.wakes_at))
 
     def error(self, log_temperatures: Tensor, read: Mapping[str, Tensor]) -> Tensor:
         """How far the temperatures are below those that bring the deviation into the band."""
@@ -113,7 +149,7 @@ class HoldLogitScale(TemperatureControl):
 
     def __str__(self) -> str:
         band = f"at most {self.upper:g}" if self.lower is None else f"between {self.lower:g} and {self.upper:g}"
-        return f"holds logit_std {band}"
+        return f"holds the logit_std of all heads {band}"
 
 
 class HoldEntropy(TemperatureControl):

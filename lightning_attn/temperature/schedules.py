@@ -165,6 +165,10 @@ class FunctionTemperature(TemperatureSchedule):
         """
         return checked(self.function(step), f"the temperature at step {step}")
 
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        return f"{type(self).__name__}({name})"
+
 
 class HighToLow(CosineTemperature):
     """High early and 1 in the end: heads are soft while they find out what to look at.

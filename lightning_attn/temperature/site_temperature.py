@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_attn.temperature.folding import FoldedStateDict, LoadedWeights, fold, unfold, unfolded_rows
+from lightning_attn.temperature.folding_proof import fold_proven
 from lightning_attn.temperature.projection import QueryProjection
 from lightning_attn.temperature.proof import Proven
 from lightning_attn.temperature.scaling import ChannelScale, release, scale_outputs
@@ -73,6 +74,24 @@ class SiteTemperature:
         self.projection.module.register_load_state_dict_pre_hook(LoadedWeights(self._scale))
         self._is_attached = True
         self.set(self.log_temperatures)
+
+    def fold(self) -> str:
+        """Write the temperatures into the parameters, and leave nothing behind, where the module then gives the same.
+
+        Returns:
+            Why it does not; all is as it was, and this stays attached.
+        """
+        if self._is_attached and not self._scale.is_neutral:
+            if not self.is_foldable:
+                return "its queries come from a norm without a gain"
+            reason = fold_proven(self.projection, self._scale.multiplier_O)
+            if reason:
+                return reason
+            for held in self._copies:
+                fold(held, self._scale.multiplier_O)
+            self._scale.reset()
+        self.detach()
+        return ""
 
     def detach(self) -> None:
         """Write the temperatures into the parameters, and leave nothing behind."""
