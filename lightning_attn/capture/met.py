@@ -28,14 +28,16 @@ class Met:
     @classmethod
     def of(cls, site: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Met:
         """The module with its arguments, which hold no graph any more."""
-        return cls(site, module, _detached(args), _detached(dict(kwargs)))
+        known: dict[int, Tensor] = {}
+        return cls(site, module, _detached(args, known), _detached(dict(kwargs), known))
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Any, known: dict[int, Tensor]) -> Any:
+    """Values without a graph. What was one tensor stays one: attention to oneself is told by that."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return known.setdefault(id(value), value.detach())
     if type(value) in (tuple, list):
-        return type(value)(map(_detached, value))
+        return type(value)(_detached(item, known) for item in value)
     if type(value) is dict:
-        return {name: _detached(item) for name, item in value.items()}
+        return {name: _detached(item, known) for name, item in value.items()}
     return value

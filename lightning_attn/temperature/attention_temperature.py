@@ -95,7 +95,7 @@ class AttentionTemperature:
         """Find where the queries of every site are made, and attach to it.
 
         Args:
-            run: runs the model forward.
+            run: runs the model forward, in training mode or not.
         """
         self.find_among(met_in(self.model, self._patterns, run))
 

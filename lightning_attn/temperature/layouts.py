@@ -145,6 +145,8 @@ def _all_rows(number: Tensor, heads: int, width: int | None) -> Iterator[Tensor]
                     yield number.view(heads, parts, d)[:, part]
                     yield number.view(heads, d, parts)[..., part]
                     yield number.view(parts, d, heads)[part].T
+                    yield number.view(d, parts, heads)[:, part].T
+                    yield number.view(d, heads, parts)[..., part].T
         for groups in (k for k in range(1, heads) if heads % k == 0):
             if channels == (heads + 2 * groups) * d:  # group by group
                 yield number.view(groups, heads // groups + 2, d)[:, :-2].reshape(heads, d)

@@ -142,10 +142,15 @@ class QueryProjection:
         """The projection of a model.
 
         Raises:
-            AttributeError: if the model has no such module.
+            AttributeError: if the model has no such module, or it has other parameters.
         """
         parameters = tuple(ScaledParameter(*part) for part in values["parameters"])
-        return cls(model.get_submodule(values["name"]), values["name"], values["kind"], values["rows"], parameters)
+        found = cls(model.get_submodule(values["name"]), values["name"], values["kind"], values["rows"], parameters)
+        last = 0 if found.rows is None else int(found.rows.max())
+        held = found.module._parameters
+        if any(held.get(part.name) is None for part in parameters) or (parameters and found.channels <= last):
+            raise AttributeError(f"{found.name!r} has no parameters with so many channels.")
+        return found
 
 
 def like(multiplier: Tensor, tensor: Tensor) -> Tensor:

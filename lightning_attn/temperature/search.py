@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from lightning_attn.capture.capture import Capture
@@ -63,7 +64,7 @@ def met_in(model: nn.Module, patterns: SitePatterns, run: Callable[[], Any]) -> 
     Args:
         model: the model.
         patterns: which of its sites.
-        run: runs it forward.
+        run: runs it forward, in training mode or not.
     """
     met: dict[str, Met] = {}
     capture = Capture(
@@ -73,9 +74,20 @@ def met_in(model: nn.Module, patterns: SitePatterns, run: Callable[[], Any]) -> 
         max_sequences=1,
         receive_module=lambda one: met.update({one.site: one}),
     )
-    with capture:
+    with capture, _layers_one_by_one():
         run()
     return met
+
+
+@contextmanager
+def _layers_one_by_one() -> Iterator[None]:
+    """Keep a `torch.nn.TransformerEncoderLayer` from computing its attention without running the module of it."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def paths_of(model: nn.Module) -> dict[nn.Module, str]:
