@@ -37,9 +37,10 @@ class QKClip(Callback):
     whose queries are normalised after their projection and sites with soft-capped logits are left alone. All of this is
     said once. The optimiser's moments stay as they are.
 
-    A bias is part of the largest logit (ALiBi, T5), and not made smaller. Where it is not positive, as with ALiBi, the
-    largest logit is brought to ``threshold`` or below; where it is, it stays above by at most the bias. Let
-    ``threshold`` be well above what a model adds to its logits.
+    What a bias adds (ALiBi, T5) is part of the largest logit, and is not made smaller: :math:`\gamma` is
+    (``threshold`` − b) / (:math:`S` − b) with b the largest bias of the head, at least zero, as it was when the site
+    was found, and the largest logit comes to ``threshold`` or below. A head whose bias alone reaches ``threshold`` is
+    left alone.
 
     Args:
         threshold: the largest logit that is left alone.
@@ -213,6 +214,12 @@ class QKClip(Callback):
             self._log.warn(f"{listed(given_up)}: its queries could not be told in {TRIES} captures; not clipped.")
         for reason, sites in _by_reason(clip.refused).items():
             self._log.warn(f"{listed(sites)} cannot be clipped: {reason}.")
+        biased = [site for site, held in clip.sites.items() if max(held.largest_bias) >= self._threshold]
+        if biased:
+            self._log.warn(
+                f"what is added to the logits of {listed(biased)} reaches the threshold of {self._threshold:g} alone; "
+                "heads of which this is so are not clipped. Let `threshold` be well above the bias."
+            )
         queries_alone = {site: held.reason for site, held in clip.sites.items() if held.keys is None}
         for reason, sites in _by_reason(queries_alone).items():
             self._log.info(f"only the queries of {listed(sites)} will be clipped: {reason}.")

@@ -192,7 +192,8 @@ class AttentionClip:
                 reason = _SHARED_BY_HEADS if keys.is_shared_by_heads else _NO_KEYS if _is_frozen(keys) else ""
         except AttributeError:  # it is another rank's, as in a pipeline
             return
-        self.sites[site] = ClippedSite(site, queries, None if reason else keys, reason)
+        largest_bias = tuple(of_queries.largest_bias.nan_to_num().tolist())
+        self.sites[site] = ClippedSite(site, queries, None if reason else keys, reason, largest_bias)
 
     def _leave_alone_what_serves_several(self) -> None:
         """A factor for a head of one site would also be one of a head of another."""

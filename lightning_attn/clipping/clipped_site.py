@@ -25,19 +25,23 @@ class ClippedSite:
         queries: what makes its queries.
         keys: what makes its keys; ``None`` where the queries are clipped alone.
         reason: why that is so.
+        largest_bias: of each head, the largest that was added to a logit when it was found, at least zero.
     """
 
     site: str
     queries: QueryProjection
     keys: KeyProjection | None
-    reason: str = ""
+    reason: str
+    largest_bias: tuple[float, ...]
 
     def clips(self, step: int, max_logits: Sequence[float | None], threshold: float, alpha: float) -> list[HeadClip]:
         """What is to be done: see `AttentionClip.clips`."""
         decided = []
         for head, largest in enumerate(max_logits):
-            if largest is not None and math.isfinite(largest) and largest > threshold:
-                factor = threshold / largest
+            bias = self.largest_bias[head]
+            if largest is not None and math.isfinite(largest) and largest > threshold > bias:
+                # What a bias adds is not multiplied: with this factor no sum of product and bias exceeds the threshold.
+                factor = (threshold - bias) / (largest - bias)
                 of_queries, of_keys = (factor, 1.0) if self.keys is None else (factor**alpha, factor ** (1 - alpha))
                 decided.append(HeadClip(step, self.site, head, largest, of_queries, of_keys))
         return decided
@@ -52,7 +56,13 @@ class ClippedSite:
     def to_dict(self) -> dict[str, Any]:
         """All but the modules, in plain values and tensors."""
         keys = None if self.keys is None else self.keys.to_dict()
-        return {"site": self.site, "queries": self.queries.to_dict(), "keys": keys, "reason": self.reason}
+        return {
+            "site": self.site,
+            "queries": self.queries.to_dict(),
+            "keys": keys,
+            "reason": self.reason,
+            "largest_bias": self.largest_bias,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], model: nn.Module) -> ClippedSite:
@@ -62,7 +72,8 @@ class ClippedSite:
             AttributeError: if the model has no such modules.
         """
         keys = None if values["keys"] is None else KeyProjection.from_dict(values["keys"], model)
-        return cls(values["site"], QueryProjection.from_dict(values["queries"], model), keys, values["reason"])
+        queries = QueryProjection.from_dict(values["queries"], model)
+        return cls(values["site"], queries, keys, values["reason"], tuple(values["largest_bias"]))
 
 
 def _multiply(projection: QueryProjection, heads: list[int], factors: list[float]) -> None:

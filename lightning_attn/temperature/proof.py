@@ -7,7 +7,7 @@ stays. Shape suffixes as in `lightning_attn.capture.call`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -72,11 +72,13 @@ class Proven:
         bias_std: (H,) of all heads of the site: how far what a bias adds to a head's logits deviates, centred row by
             row; NaN for a head that another rank has.
         is_soft_capped: whether logits are not as many times smaller as queries are.
+        largest_bias: (H,) the largest that a bias adds to a logit of each head, at least zero; NaN as above.
     """
 
     projection: QueryProjection
     bias_std: Tensor
     is_soft_capped: bool = False
+    largest_bias: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class NotNowError(Exception):
@@ -111,7 +113,7 @@ def prove(
     for projection in guesses(heads, width):
         proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
-            return Proven(projection, proof.bias_std(), proof.is_soft_capped)
+            return Proven(projection, proof.bias_std(), proof.is_soft_capped, proof.largest_bias())
         is_zero |= projection.makes_zeros
     if lockstep.all(is_zero):
         raise NotNowError("all its queries are zero, or those of a layer that may make them")
@@ -165,6 +167,13 @@ class _Proof:
             square_BHRM = torch.where(visible_BHRM, (bias_BHRM - mean_BHR1).square(), 0.0)
             std_H = (square_BHRM.sum(-1, keepdim=True) / count_BHR1).sqrt().mean((0, 2, 3))
             found[self._places(call, number)] = std_H.cpu()
+        return found
+
+    def largest_bias(self) -> Tensor:
+        """See `Proven`."""
+        found = torch.full((self._heads,), torch.nan)
+        for number, (call, bias_BHRM) in enumerate(zip(self._plain, self._biases, strict=True)):
+            found[self._places(call, number)] = bias_BHRM.amax((0, 2, 3)).clamp(min=0).float().cpu()
         return found
 
     def _turns_heads(self, count: int) -> bool:

@@ -55,7 +55,12 @@ def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesse
         return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
     if proven is None:
         return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
-    return Finding(proven.projection.to_dict(), proven.bias_std, is_soft_capped=proven.is_soft_capped)
+    return Finding(
+        proven.projection.to_dict(),
+        proven.bias_std,
+        is_soft_capped=proven.is_soft_capped,
+        largest_bias=proven.largest_bias,
+    )
 
 
 def met_in(model: nn.Module, patterns: SitePatterns, run: Callable[[], Any]) -> dict[str, Met]:

@@ -250,12 +250,26 @@ def test_a_bias_is_not_made_smaller(sign: int) -> None:
     clip.find(lambda: model(tokens))
     (held,) = clip.sites.values()
     assert held.keys is not None
+    largest_bias = [max(0.0, float(of_head.max())) for of_head in bias]
+    assert held.largest_bias == pytest.approx(largest_bias, abs=1e-6)
     threshold = 0.5 * min(before["(root)"])
-    clip.apply(clip.clips(1, before, threshold))
-    for head, largest in enumerate(max_logits(model, lambda: model(tokens))["(root)"]):
-        above = max(0.0, float(bias[head].max())) * (1 - threshold / before["(root)"][head])
-        assert largest <= threshold + above + 1e-4
+    assert max(largest_bias) < threshold
+    clips = clip.clips(1, before, threshold)
+    for one, largest, added in zip(clips, before["(root)"], largest_bias, strict=True):
+        assert one.factor == pytest.approx((threshold - added) / (largest - added))
+    clip.apply(clips)
+    after = max_logits(model, lambda: model(tokens))["(root)"]
+    assert all(0.5 * threshold < largest <= threshold + 1e-4 for largest in after)
     assert torch.equal(model.bias, bias)
+
+
+def test_a_head_whose_bias_alone_is_above_the_threshold_is_left_alone() -> None:
+    bias = torch.tensor([50.0, 1.0, 0.0, 0.0])[:, None, None] * torch.eye(LENGTH)
+    model, tokens = grown(Biased(bias)), hidden()
+    clip = AttentionClip(model)
+    clip.find(lambda: model(tokens))
+    clips = clip.clips(1, {"(root)": [90.0, 90.0, 30.0, 90.0]}, threshold=40.0)
+    assert [one.head for one in clips] == [1, 3]
 
 
 def test_several_clips_end_at_the_threshold() -> None:
