@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_attn.clipping.head_clip import HeadClip
 from lightning_attn.clipping.key_projection import KeyProjection
@@ -49,9 +49,16 @@ class ClippedSite:
     def apply(self, clips: Sequence[HeadClip]) -> None:
         """Multiply the rows of heads, in place; those of others stay as they are to the last digit."""
         heads = [clip.head for clip in clips]
-        _multiply(self.queries, heads, [clip.query_factor for clip in clips])
-        if self.keys is not None:
-            _multiply(self.keys, self.keys.key_heads[heads].tolist(), [clip.key_factor for clip in clips])
+        of_queries = _multiplier(self.queries, heads, [clip.query_factor for clip in clips])
+        if self.keys is None:
+            fold(self.queries, of_queries)
+            return
+        of_keys = _multiplier(self.keys, self.keys.key_heads[heads].tolist(), [clip.key_factor for clip in clips])
+        if self.keys.module is self.queries.module and self.keys.parameters == self.queries.parameters:
+            fold(self.queries, of_queries * of_keys)  # at once: their channels are others
+        else:
+            fold(self.queries, of_queries)
+            fold(self.keys, of_keys)
 
     def to_dict(self) -> dict[str, Any]:
         """All but the modules, in plain values and tensors."""
@@ -76,9 +83,8 @@ class ClippedSite:
         return cls(values["site"], queries, keys, values["reason"], tuple(values["largest_bias"]))
 
 
-def _multiply(projection: QueryProjection, heads: list[int], factors: list[float]) -> None:
+def _multiplier(projection: QueryProjection, heads: list[int], factors: list[float]) -> Tensor:
     dtype = multiplier_dtype(projection.tensor(projection.parameters[0]))
     factors_H = torch.ones(projection.temperatures, dtype=dtype)
     factors_H[heads] = torch.tensor(factors, dtype=dtype)
-    if bool((factors_H != 1).any()):
-        fold(projection, projection.multiplier(factors_H))
+    return projection.multiplier(factors_H)
