@@ -226,7 +226,7 @@ class QKClip(Callback):
 
     def _keep_largest(self, clip: AttentionClip, snapshot: Snapshot) -> None:
         for site in snapshot.sites:
-            if site in clip.sites:
+            if site in clip.sites and len(snapshot[site, "max_logit"]) == clip.sites[site].heads:
                 seen = [_finite(value) for value in snapshot[site, "max_logit"]]
                 before = self._largest.get(site, seen)
                 self._largest[site] = [max(pair) for pair in zip(before, seen, strict=True)]

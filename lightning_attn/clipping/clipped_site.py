@@ -34,6 +34,11 @@ class ClippedSite:
     reason: str
     largest_bias: tuple[float, ...]
 
+    @property
+    def heads(self) -> int:
+        """How many heads it has."""
+        return len(self.largest_bias)
+
     def clips(self, step: int, max_logits: Sequence[float | None], threshold: float, alpha: float) -> list[HeadClip]:
         """What is to be done: see `AttentionClip.clips`."""
         decided = []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from early_warning_runs import Repeatable
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from models import LanguageModel, batches, fit, trainer
 from torch import Tensor
@@ -200,6 +200,48 @@ def test_momentum_stays_as_it_is() -> None:
         fit(Hot(), *callbacks, looks, steps=1)
         moments.append(looks.moments)
     torch.testing.assert_close(moments[1], moments[0], rtol=0, atol=0)
+
+
+class ByHand(Hot):
+    """Steps its optimiser itself, in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_manual_optimisation() -> None:
+    fit(ByHand(), clip(), steps=6)
+    assert {line["step"] for line in lines()} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(precision: str) -> None:
+    model = Still()
+    (tokens,) = batches(1).dataset.tensors
+    threshold = 0.5 * min(max_logits(model, tokens)["blocks.0.attention"])
+    fit(model, clip(threshold), steps=1, precision=precision)
+    assert all(line["key_factor"] < 1 for line in lines())
+    after = max_logits(model.float(), tokens)["blocks.0.attention"]
+    assert after == pytest.approx([threshold] * 4, rel=1e-5 if precision == "64-true" else 0.03)
+
+
+def test_an_average_of_the_weights_is_of_clipped_ones() -> None:
+    runs = []
+    for callbacks in ([], [EMAWeightAveraging(decay=0.0, update_starting_at_step=0)]):  # of the last weights alone
+        torch.manual_seed(3)
+        model = Hot()
+        fit(model, clip(), *callbacks, steps=4)
+        runs.append(weights(model))
+    assert max(line["step"] for line in lines()) == 4
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
 
 
 def test_a_compiled_model_is_not_compiled_again() -> None:
