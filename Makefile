@@ -17,7 +17,7 @@ help: ## list these commands
 
 # Use it
 
-demo: $(READY) ## train a language model and a vision transformer, watched; prints what was found (two minutes)
+demo: $(READY) ## train a language model and a vision transformer, too hot and rescued; prints what was found (three minutes)
 	$(BIN)/python examples/demo.py
 
 docs: $(READY) ## write what is made of the statistics' own words: docs/statistics.md, the README's table, stubs

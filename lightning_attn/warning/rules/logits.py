@@ -7,8 +7,8 @@ from lightning_attn.warning.limit_rule import LimitRule
 from lightning_attn.warning.trend_rule import TrendRule
 
 _TAME = (
-    "lower the learning rate or warm up longer; better, normalise queries and keys (q/k norm), or bound the logits "
-    "(a soft-cap, QK-clip)"
+    "lower the learning rate or warm up longer; better, normalise queries and keys (q/k norm); in this run, let "
+    "AdaptiveTemperature hold the logits, or QKClip bound them"
 )
 
 
@@ -158,7 +158,7 @@ class LogitPrecision(LimitRule):
         "gets the weight may be decided by rounding, and so are the gradients that could make the logits smaller."
     )
     remedy = (
-        "normalise queries and keys (q/k norm), or bound the logits (a soft-cap, QK-clip); lower the learning rate; "
+        "normalise queries and keys (q/k norm), or bound the logits (QKClip, a soft-cap); lower the learning rate; "
         "until then compute logits in float32, best from queries and keys that are in float32 too"
     )
 
