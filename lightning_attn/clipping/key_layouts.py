@@ -18,7 +18,9 @@ from lightning_attn.temperature.writable import writable
 _KEY = re.compile(r"(^|_)(k|wk|key|keys|to_k|kv|to_kv|qkv|qk)($|_)|key|^k|qkv|c_attn|in_proj|project_in", re.IGNORECASE)
 
 
-def key_guesses(site: nn.Module, names: dict[nn.Module, str], heads: int, width: int | None) -> Iterator[KeyProjection]:
+def key_guesses(
+    site: nn.Module, names: dict[nn.Module, str], heads: int, width: int | None, value_width: int | None = None
+) -> Iterator[KeyProjection]:
     """The ways in which the modules of a site may make its keys.
 
     Norms are none of them: where keys are normalised after their projection, its weights do not change their size.
@@ -28,6 +30,7 @@ def key_guesses(site: nn.Module, names: dict[nn.Module, str], heads: int, width:
         names: the names of its modules in the model.
         heads: how many heads it has.
         width: of one head's keys; ``None`` where that is not known.
+        value_width: of one head's values; where keys do not tell theirs, it is tried first.
     """
     if isinstance(site, nn.MultiheadAttention):
         yield _packed(site, names[site])
@@ -36,7 +39,7 @@ def key_guesses(site: nn.Module, names: dict[nn.Module, str], heads: int, width:
     for layer in sorted(layers, key=lambda part: not _KEY.search(names[part].rpartition(".")[2])):
         parameters = writable(layer, axis_of(layer))
         for key_heads in (count for count in range(heads, 0, -1) if heads % count == 0):
-            for rows in _rows(channels_of(layer), heads, key_heads, width):
+            for rows in _rows(channels_of(layer), heads, key_heads, width, value_width):
                 for pairing in pairings(heads, key_heads):
                     yield KeyProjection(layer, names[layer], "layer", rows, parameters, pairing)
 
@@ -51,11 +54,13 @@ def _packed(attention: nn.MultiheadAttention, name: str) -> KeyProjection:
     return KeyProjection(attention, name, "packed", rows, parameters, torch.arange(heads))
 
 
-def _rows(channels: int, heads: int, key_heads: int, width: int | None) -> Iterator[Tensor]:
+def _rows(channels: int, heads: int, key_heads: int, width: int | None, value_width: int | None) -> Iterator[Tensor]:
     """The channels (K, D) that may be keys among those of a layer."""
     known: set[tuple[int, ...]] = set()
     wholes = (key_heads, 2 * key_heads, heads + key_heads, heads + 2 * key_heads)
-    for d in [width] if width else [channels // whole for whole in wholes if channels % whole == 0]:
+    likely = [value_width] if value_width else []
+    widths = [width] if width else likely + [channels // whole for whole in wholes if channels % whole == 0]
+    for d in dict.fromkeys(widths):
         for rows in _rows_of_width(channels, heads, key_heads, d):
             key = tuple(rows.flatten().tolist())
             if key not in known:

@@ -58,7 +58,7 @@ def _one(findings: list[Finding]) -> Finding:
     if failed is not None:
         return failed
     first = certain[0]
-    if any(repr(finding.projection) != repr(first.projection) for finding in certain):
+    if not all(_are_alike(finding.projection, first.projection) for finding in certain):
         return Finding(reason="ranks have found different layouts of its queries")
     return Finding(
         first.projection,
@@ -71,3 +71,11 @@ def _one(findings: list[Finding]) -> Finding:
 def _largest(of_ranks: list[Tensor]) -> Tensor:
     """The largest of each head; a rank has NaN for the heads of others."""
     return torch.stack(of_ranks).nan_to_num(-torch.inf).amax(0).nan_to_num(neginf=0.0)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(one[name], other[name]) for name in one)
+    return bool(one == other)

@@ -22,7 +22,9 @@ _NORM = re.compile(r"norm", re.IGNORECASE)
 _KEY = re.compile(r"(^|_)(k|wk|key|keys|to_k)($|_)|key(?!_value)|^k_", re.IGNORECASE)
 
 
-def guesses(site: nn.Module, names: dict[nn.Module, str], heads: int, width: int | None) -> Iterator[QueryProjection]:
+def guesses(
+    site: nn.Module, names: dict[nn.Module, str], heads: int, width: int | None, value_width: int | None = None
+) -> Iterator[QueryProjection]:
     """The ways in which the modules of a site may make its queries.
 
     Args:
@@ -30,6 +32,7 @@ def guesses(site: nn.Module, names: dict[nn.Module, str], heads: int, width: int
         names: the names of its modules in the model.
         heads: how many heads it has.
         width: of one head's queries; ``None`` where that is not known.
+        value_width: of one head's values, which is very probably that of its queries.
     """
     if isinstance(site, nn.MultiheadAttention):
         yield packed(site, names[site])
@@ -43,7 +46,7 @@ def guesses(site: nn.Module, names: dict[nn.Module, str], heads: int, width: int
             yield QueryProjection(norm, names[norm], "layer", rows, parameters)
     for layer in filter(is_layer, below):
         parameters = writable(layer, axis_of(layer))
-        for rows in _rows(channels_of(layer), heads, width):
+        for rows in _rows(channels_of(layer), heads, width, value_width):
             yield QueryProjection(layer, names[layer], "layer", rows, parameters)
     for norm, parameters in norms.items():
         yield QueryProjection(norm, names[norm], "shared", None, parameters)
@@ -117,20 +120,20 @@ def _rank(name: str) -> int:
     return 0 if _QUERY.search(last) and not _FUSED.search(last) else 1 if _FUSED.search(last) else 2
 
 
-def _rows(channels: int, heads: int, width: int | None) -> Iterator[Tensor]:
+def _rows(channels: int, heads: int, width: int | None, value_width: int | None) -> Iterator[Tensor]:
     """The channels (H, D) that may be queries among those of a layer."""
     number = torch.arange(channels)
     known: set[tuple[int, ...]] = set()
-    for rows in _all_rows(number, heads, width):
+    for rows in _all_rows(number, heads, width, value_width):
         key = tuple(rows.flatten().tolist())
         if key not in known:
             known.add(key)
             yield rows
 
 
-def _all_rows(number: Tensor, heads: int, width: int | None) -> Iterator[Tensor]:
+def _all_rows(number: Tensor, heads: int, width: int | None, value_width: int | None) -> Iterator[Tensor]:
     channels = len(number)
-    for d in [width] if width else _widths(channels, heads):
+    for d in [width] if width else _widths(channels, heads, value_width):
         own = heads * d
         if channels < own:
             continue
@@ -152,8 +155,9 @@ def _all_rows(number: Tensor, heads: int, width: int | None) -> Iterator[Tensor]
                 yield number.view(groups, heads // groups + 2, d)[:, :-2].reshape(heads, d)
 
 
-def _widths(channels: int, heads: int) -> list[int]:
+def _widths(channels: int, heads: int, value_width: int | None) -> list[int]:
     """The widths that a head may have where that is not known."""
     groups = [k for k in range(1, heads + 1) if heads % k == 0]
     wholes = [heads, 2 * heads, 3 * heads, *(heads + 2 * k for k in groups)]
-    return list(dict.fromkeys(channels // whole for whole in wholes if channels % whole == 0))
+    widths = [channels // whole for whole in wholes if channels % whole == 0]
+    return sorted(dict.fromkeys(widths), key=lambda d: d != value_width)

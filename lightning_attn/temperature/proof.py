@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
@@ -85,13 +85,15 @@ class NotNowError(Exception):
     """The site computes nothing now from which its queries could be told."""
 
 
-def prove(
-    guesses: Callable[[int, int | None], Iterable[QueryProjection]], replay: Replay, lockstep: Lockstep
-) -> Proven | None:
+#: Makes projections, of the number of heads, the width of a query, and that of a value; ``None`` what is not known.
+Guesses = Callable[[int, int | None, int | None], Iterable[QueryProjection]]
+
+
+def prove(guesses: Guesses, replay: Replay, lockstep: Lockstep) -> Proven | None:
     """Find which of several projections makes the queries of a site; ``None`` if none does.
 
     Args:
-        guesses: makes the projections, of the number of heads and the width of a query, ``None`` where it is not known.
+        guesses: makes the projections.
         replay: runs the site's module.
         lockstep: the ranks that run it together.
 
@@ -107,15 +109,22 @@ def prove(
     heads = len(plain) if first.heads == 1 else first.heads
     if first.share is not None:
         heads = first.share.of_heads(first.heads)[1]
-    width = first.query.shape[-1] or None
+    if any(call.heads not in (1, first.heads) for call in plain):
+        return None
+    width, value_width = first.query.shape[-1] or None, None if first.value is None else first.value.shape[-1]
     tolerance = _TOLERANCE.get(first.query.dtype, _EXACT)
     is_zero = all(not _logits(call).any() or (width and not call.query.any()) for call in plain)
-    for projection in guesses(heads, width):
+    matters: dict[nn.Module, bool] = {}
+    for projection in guesses(heads, width, value_width):
+        if not matters.get(projection.module, True):
+            continue
         proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
             return Proven(projection, proof.bias_std(), proof.is_soft_capped, proof.largest_bias())
         is_zero |= projection.makes_zeros
-    if lockstep.all(is_zero):
+        if projection.module not in matters:  # of many guesses for one module the first is right more often than not
+            matters[projection.module] = proof.module_matters()
+    if not lockstep.all(not is_zero):
         raise NotNowError("all its queries are zero, or those of a layer that may make them")
     return None
 
@@ -154,8 +163,20 @@ class _Proof:
             bool(((logits - bias) != 0).any()) for logits, bias in zip(self._logits, self._biases, strict=True)
         )
         return (
-            self._lockstep.all(matters) and self._turns_heads(count) and self._shrinks(count) and self._needs_all_rows()
+            self._lockstep.all(matters)
+            and self._shrinks(count)
+            and self._turns_heads(count)
+            and self._needs_all_rows()
+            and self._has_all_rows()
         )
+
+    def module_matters(self) -> bool:
+        """Whether logits depend at all on the size of what leaves the module: they do not if it is normalised later."""
+        calls = self._calls_with(torch.full((1,), 0.5))
+        is_alike = calls is not None and all(
+            self._is_near(_logits(call), logits, logits) for call, logits in zip(calls, self._logits, strict=True)
+        )
+        return not self._lockstep.all(is_alike)
 
     def bias_std(self) -> Tensor:
         """See `Proven`."""
@@ -179,13 +200,11 @@ class _Proof:
     def _turns_heads(self, count: int) -> bool:
         """Whether the logits of just those heads change their sign whose queries do, and values do not change.
 
-        All heads first; then those whose number has some binary digit, for each digit: no two heads are alike in all.
-        It holds under a soft-cap as well.
+        For each binary digit those heads whose number has it, counted from one: each changes some time, and no two are
+        alike every time. It holds under a soft-cap as well.
         """
-        numbers = torch.arange(count)
-        signs = [-torch.ones(count)]
-        signs += [1 - 2 * (numbers >> bit & 1).float() for bit in range((count - 1).bit_length())]
-        return all(self._multiplies(factors) for factors in signs)
+        numbers = torch.arange(1, count + 1)
+        return all(self._multiplies(1 - 2 * (numbers >> digit & 1).float()) for digit in range(count.bit_length()))
 
     def _shrinks(self, count: int) -> bool:
         """Whether logits are halved as queries are, or at least small ones, as under a soft-cap.
@@ -193,12 +212,14 @@ class _Proof:
         What is normalised afterwards does not care about its size.
         """
         halves = torch.full((count,), 0.5)
-        if self._multiplies(halves):
-            return True
-        self.is_soft_capped = True
         halved = self._with(halves)
-        return halved is not None and self._lockstep.all(
-            all(
+        if halved is None:
+            return False
+        is_halved = self._are_multiplied(halves, halved)
+        self.is_soft_capped |= not is_halved
+        return self._lockstep.all(
+            is_halved
+            or all(
                 _halves_small_ones(half - bias, logits - bias)
                 for half, logits, bias in zip(halved, self._logits, self._biases, strict=True)
             )
@@ -207,11 +228,12 @@ class _Proof:
     def _multiplies(self, factors: Tensor) -> bool:
         """Whether logits, less what a bias adds, are multiplied as queries are."""
         found = self._with(factors)
-        return found is not None and self._lockstep.all(
-            all(
-                self._is_near(scaled - bias, self._of_call(factors, number) * (logits - bias), logits - bias)
-                for number, (scaled, logits, bias) in enumerate(zip(found, self._logits, self._biases, strict=True))
-            )
+        return found is not None and self._lockstep.all(self._are_multiplied(factors, found))
+
+    def _are_multiplied(self, factors: Tensor, found: list[Tensor]) -> bool:
+        return all(
+            self._is_near(scaled - bias, self._of_call(factors, number) * (logits - bias), logits - bias)
+            for number, (scaled, logits, bias) in enumerate(zip(found, self._logits, self._biases, strict=True))
         )
 
     def _needs_all_rows(self) -> bool:
@@ -232,6 +254,25 @@ class _Proof:
             ):
                 return False
         return True
+
+    def _has_all_rows(self) -> bool:
+        """Whether what a bias adds does not depend on other channels: they would be queries as well.
+
+        Where queries are known, they were found to be nothing but these channels.
+        """
+        rows, width = self._projection.rows, self._plain[0].query.shape[-1]
+        if rows is None or width or rows.numel() == self._projection.channels:
+            return True
+        multiplier = torch.full((self._projection.channels,), 0.5)
+        multiplier[rows] = 0
+        calls = self._calls_with(multiplier)
+        return self._lockstep.all(
+            calls is not None
+            and all(
+                self._is_near(_logits(call), bias, logits - bias)
+                for call, bias, logits in zip(calls, self._biases, self._logits, strict=True)
+            )
+        )
 
     def _with(self, factors: Tensor, is_anything_made: bool = True) -> list[Tensor] | None:
         return self._seen_with(self._projection.multiplier(factors), is_anything_made)

@@ -22,8 +22,8 @@ from lightning_attn.temperature.sharded import unsharded
 
 #: Makes the context in which a module runs again, as of its precision.
 Surrounding: TypeAlias = Callable[[], AbstractContextManager[object]]
-#: Makes guesses, of a site, the names of its modules in the model, the number of its heads, and their width.
-Guesses: TypeAlias = Callable[[nn.Module, dict[nn.Module, str], int, int | None], Iterator[QueryProjection]]
+#: Makes guesses; see `lightning_attn.temperature.layouts.guesses`.
+Guesses: TypeAlias = Callable[[nn.Module, dict[nn.Module, str], int, int | None, int | None], Iterator[QueryProjection]]
 
 
 def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesses = layouts.guesses) -> Finding:
@@ -36,25 +36,25 @@ def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesse
         guesses: what may make them.
     """
     names = paths_of(model)
-    refusals: list[str] = []
+    tried: list[QueryProjection] = []
 
-    def allowed(heads: int, width: int | None) -> Iterator[QueryProjection]:
-        for guess in guesses(met.module, names, heads, width):
-            reason = refusal(guess, model)
-            if reason is None:
-                yield guess
-            elif reason not in refusals:
-                refusals.append(reason)
+    def guessed(heads: int, width: int | None, value_width: int | None) -> Iterator[QueryProjection]:
+        for guess in guesses(met.module, names, heads, width, value_width):
+            tried.append(guess)
+            yield guess
 
     try:
         with surrounding(), unsharded(met.module, model):
-            proven = prove(allowed, Replay(met), Lockstep(met.module))
+            proven = prove(guessed, Replay(met), Lockstep(met.module))
+            # What may make queries and may not be touched tells more than that nothing was proven.
+            reasons = [refusal(one, model) for one in (tried if proven is None else [proven.projection])]
     except NotNowError as error:
         return Finding(reason=str(error), is_for_later=True)
     except Exception as error:
         return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
-    if proven is None:
-        return Finding(reason="; ".join(refusals) or refusal_of_site(met.module))
+    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+    if proven is None or reason:
+        return Finding(reason=reason or refusal_of_site(met.module))
     return Finding(
         proven.projection.to_dict(),
         proven.bias_std,

@@ -12,6 +12,9 @@ from torch.func import functional_call
 
 from lightning_attn.temperature.projection import ScaledParameter
 
+#: What multiplies the channels that leave it as its parameters are; strategies make classes of their own with these.
+_KNOWN = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
+
 
 def writable(module: nn.Module, axis: int = 0) -> tuple[ScaledParameter, ...]:
     """The parameters of a layer or a norm whose product with a factor per channel multiplies what leaves it.
@@ -26,7 +29,7 @@ def writable(module: nn.Module, axis: int = 0) -> tuple[ScaledParameter, ...]:
     weight = module._parameters.get("weight")
     if weight is None:
         return ()
-    if type(module) in (nn.Linear, nn.LayerNorm, nn.RMSNorm):
+    if type(module).forward in _KNOWN and "forward" not in module.__dict__:
         return _parts(module, axis, is_offset=False)
     others = (1 - axis,) if weight.dim() == 2 else ()
     for place, is_offset in product((axis, *others), (False, True)):

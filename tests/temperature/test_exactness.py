@@ -9,9 +9,12 @@ import torch
 from temperature.exactness import assert_same, check, found, nothing_left, outputs_and_gradients, written_in
 from temperature.own_attention import FOUND, WithNorm, batch, made
 
+IN_EVALUATION = ("qkv h d", "separate, written out", "with gates", "a shared norm")
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("layout", FOUND)
+
+@pytest.mark.parametrize(
+    ("layout", "training"), [*((layout, True) for layout in FOUND), *((layout, False) for layout in IN_EVALUATION)]
+)
 def test_outputs_and_all_gradients_are_those_of_a_temperature_by_hand(layout: str, training: bool) -> None:
     model = made(FOUND[layout]).train(training)
     untouched = copy.deepcopy(model)
