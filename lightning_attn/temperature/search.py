@@ -43,9 +43,10 @@ def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesse
             tried.append(guess)
             yield guess
 
+    lockstep = Lockstep(met.module)  # before weights are whole, when they tell which ranks hold them
     try:
         with surrounding(), unsharded(met.module, model):
-            proven = prove(guessed, Replay(met), Lockstep(met.module))
+            proven = prove(guessed, Replay(met), lockstep)
             # What may make queries and may not be touched tells more than that nothing was proven.
             reasons = [refusal(one, model) for one in (tried if proven is None else [proven.projection])]
     except NotNowError as error:
