@@ -16,12 +16,12 @@ from table import Row, at_most, goal, judged
 from torch.utils.data import DataLoader
 from turns import Effort, progress, ratios, seconds_of
 
-from lightning_attn import AttentionEarlyWarning, AttentionMonitor, AttentionObserver
+from lightning_attn import AttentionEarlyWarning, AttentionMonitor, AttentionObserver, QKClip
 from lightning_attn.callbacks.budget import wait_for
 from lightning_attn.callbacks.session import CaptureSession
 from lightning_attn.tensorboard import heat_map
 
-DEFAULT_CADENCE, WARNING_CADENCE, HEAT_MAP_CADENCE = 50, 10, 500
+DEFAULT_CADENCE, WARNING_CADENCE, CLIP_CADENCE, HEAT_MAP_CADENCE = 50, 10, 10, 500
 WARM_UP_STEPS = 4
 
 
@@ -47,6 +47,7 @@ def step_seconds(
     statistics: list[str] | None = None,
     accelerator: str = "cpu",
     is_warned: bool = False,
+    is_clipped: bool = False,
     **trainer_arguments: Any,
 ) -> float:
     """Seconds of one training step in a run of its own.
@@ -62,6 +63,7 @@ def step_seconds(
         statistics: of the monitor.
         accelerator: what the model is trained on.
         is_warned: whether the callback is `AttentionEarlyWarning` in the place of the monitor.
+        is_clipped: whether it is `QKClip`, which clips every head whenever it looks.
         trainer_arguments: what else the Trainer is given.
     """
     torch.manual_seed(0)
@@ -69,6 +71,9 @@ def step_seconds(
     callbacks: list[Callback] = [stopwatch]
     if every_n_steps is not None and is_warned:
         callbacks.append(AttentionEarlyWarning(every_n_steps=every_n_steps, file=None, print_summary=False))
+    elif every_n_steps is not None and is_clipped:
+        # Every head at every look, by next to nothing: it is the time that counts.
+        callbacks.append(QKClip(1e-6, every_n_steps=every_n_steps, file=None, print_summary=False))
     elif every_n_steps is not None:
         callbacks.append(AttentionMonitor(every_n_steps, statistics=statistics, print_summary=False))
     all_steps = WARM_UP_STEPS + steps + 1  # the last one only ends the one before
@@ -110,12 +115,14 @@ def training_rows(effort: Effort) -> Iterator[Row]:
             {
                 "monitor": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE),
                 "early warning": lambda size=size: step_seconds(size, DEFAULT_CADENCE, WARNING_CADENCE, is_warned=True),
+                "clip": lambda size=size: step_seconds(size, DEFAULT_CADENCE, CLIP_CADENCE, is_clipped=True),
             },
             effort.rounds_of_short_steps if name == "demo" else effort.rounds,
         )
         every_step = ratios(
             lambda size=size: step_seconds(size, effort.steps),
             {
+                "clip": lambda size=size: step_seconds(size, effort.steps, 1, is_clipped=True),
                 "hidden states": lambda size=size: step_seconds(size, effort.steps, 1, OF_STATES),
                 "not spectral": lambda size=size: step_seconds(size, effort.steps, 1, NOT_SPECTRAL),
                 "all": lambda size=size: step_seconds(size, effort.steps, 1),
@@ -125,6 +132,10 @@ def training_rows(effort: Effort) -> Iterator[Row]:
         monitor, early_warning = default["monitor"], default["early warning"]
         yield monitor.row("training step, `AttentionMonitor()`", setting, "plain step", goal(1.01), at_most(1.03))
         yield early_warning.row("training step, `AttentionEarlyWarning()`", setting, "plain step", at_most(1.1))
+        yield every_step["clip"].row("training step, `QKClip()`, all heads clipped", setting, "plain step")
+        yield default["clip"].row(
+            f"training step, `QKClip(every_n_steps={CLIP_CADENCE})`, all heads clipped", setting, "plain step"
+        )
         yield heat_map_row(size, setting, monitor.baseline_seconds)
         yield every_step["hidden states"].row(
             f"training step, `every_n_steps=1`, the {len(OF_STATES)} statistics of hidden states alone",

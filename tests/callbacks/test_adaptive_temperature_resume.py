@@ -14,7 +14,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from listening import hearing
-from models import batches, trainer
+from models import batches
 from temperature_runs import FILE, Decoder, Fused, Hot, Separate, adaptive, lines, run, tokens
 from torch import Tensor
 
