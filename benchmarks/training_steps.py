@@ -16,13 +16,13 @@ from table import Row, at_most, goal, judged
 from torch.utils.data import DataLoader
 from turns import Effort, progress, ratios, seconds_of
 
-from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning, AttentionMonitor, AttentionObserver
+from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning, AttentionMonitor, AttentionObserver, QKClip
 from lightning_attn.callbacks.budget import wait_for
 from lightning_attn.callbacks.session import CaptureSession
 from lightning_attn.temperature import HoldLogitScale
 from lightning_attn.tensorboard import heat_map
 
-DEFAULT_CADENCE, WARNING_CADENCE, LOOP_CADENCE, HEAT_MAP_CADENCE = 50, 10, 10, 500
+DEFAULT_CADENCE, WARNING_CADENCE, LOOP_CADENCE, CLIP_CADENCE, HEAT_MAP_CADENCE = 50, 10, 10, 10, 500
 WARM_UP_STEPS = 4
 #: Deviations of logits that no head of a model that has learned nothing is below.
 HELD = HoldLogitScale(upper=1e-4, wakes_at=None)
@@ -52,6 +52,7 @@ def step_seconds(
     is_warned: bool = False,
     is_tempered: bool = False,
     is_compiled: bool = False,
+    is_clipped: bool = False,
     **trainer_arguments: Any,
 ) -> float:
     """Seconds of one training step in a run of its own.
@@ -69,6 +70,7 @@ def step_seconds(
         is_warned: whether the callback is `AttentionEarlyWarning` in the place of the monitor.
         is_tempered: whether it is `AdaptiveTemperature`, of which every head has a temperature other than one.
         is_compiled: whether the model is compiled.
+        is_clipped: whether it is `QKClip`, which clips every head whenever it looks.
         trainer_arguments: what else the Trainer is given.
     """
     torch.manual_seed(0)
@@ -78,6 +80,9 @@ def step_seconds(
         callbacks.append(AttentionEarlyWarning(every_n_steps=every_n_steps, file=None, print_summary=False))
     elif every_n_steps is not None and is_tempered:
         callbacks.append(AdaptiveTemperature(HELD, every_n_steps=every_n_steps, file=None, print_summary=False))
+    elif every_n_steps is not None and is_clipped:
+        # Every head at every look, by next to nothing: it is the time that counts.
+        callbacks.append(QKClip(1e-6, every_n_steps=every_n_steps, file=None, print_summary=False))
     elif every_n_steps is not None:
         callbacks.append(AttentionMonitor(every_n_steps, statistics=statistics, print_summary=False))
     all_steps = WARM_UP_STEPS + steps + 1  # the last one only ends the one before
@@ -125,12 +130,14 @@ def training_rows(effort: Effort) -> Iterator[Row]:
                 "monitor": lambda size=size: step_seconds(size, DEFAULT_CADENCE, DEFAULT_CADENCE),
                 "early warning": lambda size=size: step_seconds(size, DEFAULT_CADENCE, WARNING_CADENCE, is_warned=True),
                 "temperature": lambda size=size: step_seconds(size, DEFAULT_CADENCE, LOOP_CADENCE, is_tempered=True),
+                "clip": lambda size=size: step_seconds(size, DEFAULT_CADENCE, CLIP_CADENCE, is_clipped=True),
             },
             effort.rounds_of_short_steps if name == "demo" else effort.rounds,
         )
         every_step = ratios(
             lambda size=size: step_seconds(size, effort.steps),
             {
+                "clip": lambda size=size: step_seconds(size, effort.steps, 1, is_clipped=True),
                 "hidden states": lambda size=size: step_seconds(size, effort.steps, 1, OF_STATES),
                 "not spectral": lambda size=size: step_seconds(size, effort.steps, 1, NOT_SPECTRAL),
                 "all": lambda size=size: step_seconds(size, effort.steps, 1),
@@ -152,6 +159,10 @@ def training_rows(effort: Effort) -> Iterator[Row]:
         measured = "training step, `AdaptiveTemperature()`, all heads at other temperatures than 1"
         yield default["temperature"].row(measured, setting, "plain step", at_most(1.05))
         yield compiled["temperature"].row(f"{measured}, compiled", setting, "compiled plain step")
+        yield every_step["clip"].row("training step, `QKClip()`, all heads clipped", setting, "plain step")
+        yield default["clip"].row(
+            f"training step, `QKClip(every_n_steps={CLIP_CADENCE})`, all heads clipped", setting, "plain step"
+        )
         yield heat_map_row(size, setting, monitor.baseline_seconds)
         yield every_step["hidden states"].row(
             f"training step, `every_n_steps=1`, the {len(OF_STATES)} statistics of hidden states alone",

@@ -16,7 +16,13 @@ from lightning_attn.transition import Transition, find_transition  # noqa: E402
 from lightning_attn.warning.early_warning import EarlyWarning  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_attn.callbacks import AdaptiveTemperature, AttentionEarlyWarning, AttentionMonitor, EarlyWarningError
+    from lightning_attn.callbacks import (
+        AdaptiveTemperature,
+        AttentionEarlyWarning,
+        AttentionMonitor,
+        EarlyWarningError,
+        QKClip,
+    )
 
 __version__ = "0.1.0"
 
@@ -31,6 +37,7 @@ __all__ = [
     "EarlyWarningError",
     "HeadValue",
     "History",
+    "QKClip",
     "Recording",
     "Snapshot",
     "Summary",

@@ -50,7 +50,9 @@ class Losses:
         return _interval(lambda draw: (untreated - treated)[draw].mean() / (untreated - best)[draw].mean(), len(seeds))
 
     def recovered_of_seed(self, treatment: str, seed: int) -> float:
-        """The same of one seed."""
+        """The same of one seed; not a number where a run of it is missing."""
+        if not all((name, seed) in self.runs for name in (UNTREATED, QK_NORM, treatment)):
+            return float("nan")
         untreated, best, treated = (self.runs[name, seed].final_loss for name in (UNTREATED, QK_NORM, treatment))
         return (untreated - treated) / (untreated - best)
 

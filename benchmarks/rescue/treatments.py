@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightning.pytorch import Callback
 
-from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning
+from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning, QKClip
 from lightning_attn.temperature import HighToLow, HoldEntropy
 
 sys.path.append(str(Path(__file__).parents[1] / "early_warning"))  # its models and settings
@@ -85,6 +85,7 @@ TREATMENTS = {
     QK_NORM: Treatment(has_qk_norm=True),
     FROM_START: Treatment(lambda: [_loop()]),
     ON_WARNING: Treatment(_on_warning),
+    "clip at 30": Treatment(lambda: [QKClip(30.0, file=None, print_summary=False)], is_main=False),
     "entropy loop": Treatment(lambda: [_loop(control=HoldEntropy())], is_main=False),
     "high to low": Treatment(lambda: [_loop(control=HighToLow(start=4.0, steps=250))], is_main=False),
 }

@@ -22,12 +22,16 @@ class Finding:
         bias_std: see `Proven`.
         reason: why it was not found.
         is_for_later: whether it may be found another time.
+        is_soft_capped: see `Proven`.
+        largest_bias: see `Proven`.
     """
 
     projection: dict[str, Any] | None = None
     bias_std: Tensor = field(default_factory=lambda: torch.zeros(0))
     reason: str = ""
     is_for_later: bool = False
+    is_soft_capped: bool = False
+    largest_bias: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 def agreed(mine: Mapping[str, Finding], process_group: WhoJoins) -> dict[str, Finding]:
@@ -56,8 +60,17 @@ def _one(findings: list[Finding]) -> Finding:
     first = certain[0]
     if not all(_are_alike(finding.projection, first.projection) for finding in certain):
         return Finding(reason="ranks have found different layouts of its queries")
-    together = torch.stack([finding.bias_std for finding in certain]).nan_to_num(-torch.inf).amax(0)
-    return Finding(first.projection, together.nan_to_num(neginf=0.0))
+    return Finding(
+        first.projection,
+        _largest([finding.bias_std for finding in certain]),
+        is_soft_capped=any(finding.is_soft_capped for finding in certain),
+        largest_bias=_largest([finding.largest_bias for finding in certain]),
+    )
+
+
+def _largest(of_ranks: list[Tensor]) -> Tensor:
+    """The largest of each head; a rank has NaN for the heads of others."""
+    return torch.stack(of_ranks).nan_to_num(-torch.inf).amax(0).nan_to_num(neginf=0.0)
 
 
 def _are_alike(one: Any, other: Any) -> bool:

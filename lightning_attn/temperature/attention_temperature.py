@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.met import Met
 from lightning_attn.capture.sites import SiteNames, SitePatterns
 from lightning_attn.capture.spread import is_spread
 from lightning_attn.joined_ranks import WhoJoins
 from lightning_attn.temperature.agreement import Finding, agreed
-from lightning_attn.temperature.layouts import guesses, likely
-from lightning_attn.temperature.lockstep import Lockstep
+from lightning_attn.temperature.layouts import likely
 from lightning_attn.temperature.projection import QueryProjection
-from lightning_attn.temperature.proof import NotNowError, Proven, Replay, prove
-from lightning_attn.temperature.refusals import refusal, refusal_of_site
-from lightning_attn.temperature.sharded import unsharded
+from lightning_attn.temperature.proof import Proven
+from lightning_attn.temperature.refusals import refusal
+from lightning_attn.temperature.search import Surrounding, met_in, paths_of, search
 from lightning_attn.temperature.site_temperature import SiteTemperature
-
-Surrounding = Callable[[], AbstractContextManager[object]]
 
 
 class AttentionTemperature:
@@ -101,17 +97,7 @@ class AttentionTemperature:
         Args:
             run: runs the model forward, in training mode or not.
         """
-        met: dict[str, Met] = {}
-        capture = Capture(
-            self.model,
-            lambda call: None,
-            sites=self._patterns,
-            max_sequences=1,
-            receive_module=lambda one: met.update({one.site: one}),
-        )
-        with capture, _layers_one_by_one():
-            run()
-        self.find_among(met)
+        self.find_among(met_in(self.model, self._patterns, run))
 
     def find_among(self, met: Mapping[str, Met], surrounding: Surrounding = ExitStack) -> set[str]:
         """Find where the queries of sites are made that were met, and attach to it.
@@ -136,8 +122,7 @@ class AttentionTemperature:
             held.set(torch.zeros_like(held.log_temperatures))
             held.detach()
         self.guessed.clear()
-        names = _paths(self.model)
-        found = agreed({one.site: self._search(one, names, surrounding) for one in wanted}, self._process_group)
+        found = agreed({one.site: search(one, self.model, surrounding) for one in wanted}, self._process_group)
         self._attach(self._held_by(found))
         for site in former.keys() & self.sites.keys():
             held = self.sites[site]
@@ -168,7 +153,7 @@ class AttentionTemperature:
         It serves temperatures that all heads share, for the steps until `find` proves what is true.
         """
         names = SiteNames(self.model)
-        paths = _paths(self.model)
+        paths = paths_of(self.model)
         guessed = []
         for module in paths:
             site = names[module]
@@ -232,43 +217,3 @@ class AttentionTemperature:
         self.sites |= attached
         for held in attached.values():
             held.attach(self._copies)
-
-    def _search(self, met: Met, names: dict[nn.Module, str], surrounding: Surrounding) -> Finding:
-        """Look for what makes the queries of a site that was met."""
-        tried: list[QueryProjection] = []
-
-        def guessed(heads: int, width: int | None, value_width: int | None) -> Iterator[QueryProjection]:
-            for guess in guesses(met.module, names, heads, width, value_width):
-                tried.append(guess)
-                yield guess
-
-        lockstep = Lockstep(met.module)
-        try:
-            with surrounding(), unsharded(met.module, self.model):
-                proven = prove(guessed, Replay(met), lockstep)
-                # What may make queries and may not be touched tells more than that nothing was proven.
-                reasons = [refusal(one, self.model) for one in (tried if proven is None else [proven.projection])]
-        except NotNowError as error:
-            return Finding(reason=str(error), is_for_later=True)
-        except Exception as error:
-            return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
-        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
-        if proven is None or reason:
-            return Finding(reason=reason or refusal_of_site(met.module))
-        return Finding(proven.projection.to_dict(), proven.bias_std)
-
-
-@contextmanager
-def _layers_one_by_one() -> Iterator[None]:
-    """Keep a `torch.nn.TransformerEncoderLayer` from computing its attention without running the module of it."""
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
-def _paths(model: nn.Module) -> dict[nn.Module, str]:
-    """The names of a model's modules as they are, wrappers and all: by these they are found again."""
-    return {module: name for name, module in model.named_modules()}

@@ -45,8 +45,8 @@ def guesses(
             rows = torch.arange(weight.shape[0]).view(heads, -1)
             yield QueryProjection(norm, names[norm], "layer", rows, parameters)
     for layer in filter(is_layer, below):
-        parameters = writable(layer, _axis(layer))
-        for rows in _rows(_channels(layer), heads, width, value_width):
+        parameters = writable(layer, axis_of(layer))
+        for rows in _rows(channels_of(layer), heads, width, value_width):
             yield QueryProjection(layer, names[layer], "layer", rows, parameters)
     for norm, parameters in norms.items():
         yield QueryProjection(norm, names[norm], "shared", None, parameters)
@@ -76,12 +76,12 @@ def likely(site: nn.Module, names: dict[nn.Module, str]) -> QueryProjection | No
     has_keys = any(_KEY.search(own[layer]) for layer in layers)
     separate = [layer for layer in layers if _QUERY.search(own[layer]) and not _FUSED.search(own[layer])]
     if separate and has_keys:
-        rows = torch.arange(_channels(separate[0]))[None]
+        rows = torch.arange(channels_of(separate[0]))[None]
         return QueryProjection(
-            separate[0], names[separate[0]], "layer", rows, writable(separate[0], _axis(separate[0]))
+            separate[0], names[separate[0]], "layer", rows, writable(separate[0], axis_of(separate[0]))
         )
     for layer in layers:
-        channels, axis = _channels(layer), _axis(layer)
+        channels, axis = channels_of(layer), axis_of(layer)
         if _FUSED.search(own[layer]) and channels == 3 * layer._parameters["weight"].shape[1 - axis]:  # type: ignore[union-attr]
             return QueryProjection(
                 layer, names[layer], "layer", torch.arange(channels // 3)[None], writable(layer, axis)
@@ -102,15 +102,16 @@ def is_norm(module: nn.Module) -> bool:
     return bool(_NORM.search(type(module).__name__)) and not module._modules and (weight is None or weight.dim() == 1)
 
 
-def _axis(layer: nn.Module) -> int:
+def axis_of(layer: nn.Module) -> int:
     """Which axis of a layer's weight holds what leaves it: the first, but the last in GPT-2's ``Conv1D``."""
     return 1 if type(layer).__name__ == "Conv1D" else 0
 
 
-def _channels(layer: nn.Module) -> int:
+def channels_of(layer: nn.Module) -> int:
+    """How many channels leave a layer."""
     weight = layer._parameters["weight"]
     assert weight is not None
-    return int(weight.shape[_axis(layer)])
+    return int(weight.shape[axis_of(layer)])
 
 
 def _rank(name: str) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lightning_attn.capture.call import AttentionCall
 
 #: ``"layer"``: channels leave it, of which some are queries. ``"shared"``: a norm of queries whose gain all heads
 #: share, so that all have one temperature. ``"packed"``: `torch.nn.MultiheadAttention`, which projects by a function
@@ -23,16 +26,18 @@ class ScaledParameter:
         name: of the module's parameter.
         axis: the axis that holds the channels which leave the module.
         is_offset: whether the module adds one to it, as Gemma's norms do.
+        first: the first of these channels, where it holds the last of them only.
     """
 
     name: str
     axis: int
     is_offset: bool = False
+    first: int = 0
 
     def scaled(self, parameter: Tensor, multiplier_O: Tensor) -> Tensor:
         """The parameter of a module whose output is multiplied by something per channel."""
         size = parameter.shape[self.axis]
-        multiplier = multiplier_O if len(multiplier_O) == 1 else multiplier_O[:size]
+        multiplier = multiplier_O if len(multiplier_O) == 1 else multiplier_O[self.first : self.first + size]
         shape = [1] * parameter.dim()
         shape[self.axis] = -1
         scale = like(multiplier.view(shape), parameter)
@@ -69,7 +74,22 @@ class QueryProjection:
         """How many channels a multiplier has: those that leave the module, or one for all."""
         if self.rows is None:
             return 1
-        return max((self.tensor(part).shape[part.axis] for part in self.parameters), default=int(self.rows.max()) + 1)
+        ends = (part.first + self.tensor(part).shape[part.axis] for part in self.parameters)
+        return max(ends, default=int(self.rows.max()) + 1)
+
+    def served_by(self, heads: int) -> Tensor | None:
+        """Which of the temperatures each head of a site has; ``None`` where the site cannot have them.
+
+        Args:
+            heads: how many heads the site has.
+        """
+        if self.rows is None:
+            return torch.zeros(heads, dtype=torch.long)
+        return torch.arange(heads) if len(self.rows) == heads else None
+
+    def made(self, call: AttentionCall) -> Tensor:
+        """What the projection makes, as a call has it."""
+        return call.query
 
     @property
     def makes_zeros(self) -> bool:
@@ -98,6 +118,12 @@ class QueryProjection:
         """The channels of some heads, flat; ``None`` for all where heads share."""
         return None if self.rows is None else self.rows[heads].flatten()
 
+    def overlaps(self, other: QueryProjection) -> bool:
+        """Whether some channels of the same module are in both."""
+        if self.module is not other.module:
+            return False
+        return self.rows is None or other.rows is None or bool(torch.isin(self.rows, other.rows).any())
+
     def of(self, model: nn.Module) -> QueryProjection:
         """The same of another model that is built alike, such as an average of this one."""
         return QueryProjection(model.get_submodule(self.name), self.name, self.kind, self.rows, self.parameters)
@@ -108,7 +134,7 @@ class QueryProjection:
             "name": self.name,
             "kind": self.kind,
             "rows": self.rows,
-            "parameters": [(part.name, part.axis, part.is_offset) for part in self.parameters],
+            "parameters": [(part.name, part.axis, part.is_offset, part.first) for part in self.parameters],
         }
 
     @classmethod

@@ -7,7 +7,7 @@ stays. Shape suffixes as in `lightning_attn.capture.call`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,14 @@ class Proven:
         projection: what makes the queries.
         bias_std: (H,) of all heads of the site: how far what a bias adds to a head's logits deviates, centred row by
             row; NaN for a head that another rank has.
+        is_soft_capped: whether logits are not as many times smaller as queries are.
+        largest_bias: (H,) the largest that a bias adds to a logit of each head, at least zero; NaN as above.
     """
 
     projection: QueryProjection
     bias_std: Tensor
+    is_soft_capped: bool = False
+    largest_bias: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class NotNowError(Exception):
@@ -116,7 +120,7 @@ def prove(guesses: Guesses, replay: Replay, lockstep: Lockstep) -> Proven | None
             continue
         proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
-            return Proven(projection, proof.bias_std())
+            return Proven(projection, proof.bias_std(), proof.is_soft_capped, proof.largest_bias())
         is_zero |= projection.makes_zeros
         if projection.module not in matters:  # of many guesses for one module the first is right more often than not
             matters[projection.module] = proof.module_matters()
@@ -141,13 +145,17 @@ class _Proof:
         self._heads, self._tolerance = heads, tolerance
         self._logits = [_logits(call) for call in plain]
         self._biases: list[Tensor] = []
+        self._served_by: Tensor | None = None
+        #: See `Proven`.
+        self.is_soft_capped = any(call.soft_cap is not None for call in plain)
 
     def holds(self) -> bool:
         """Whether the projection makes the queries and nothing else."""
         count = self._projection.temperatures
-        if count not in (1, self._heads) or (count != self._heads and self._projection.rows is not None):
+        self._served_by = self._projection.served_by(self._heads)
+        if self._served_by is None:
             return False
-        biases = self._with(torch.zeros(count), have_queries=False)
+        biases = self._with(torch.zeros(count), is_anything_made=False)
         if biases is None:
             return False
         self._biases = biases
@@ -182,6 +190,13 @@ class _Proof:
             found[self._places(call, number)] = std_H.cpu()
         return found
 
+    def largest_bias(self) -> Tensor:
+        """See `Proven`."""
+        found = torch.full((self._heads,), torch.nan)
+        for number, (call, bias_BHRM) in enumerate(zip(self._plain, self._biases, strict=True)):
+            found[self._places(call, number)] = bias_BHRM.amax((0, 2, 3)).clamp(min=0).float().cpu()
+        return found
+
     def _turns_heads(self, count: int) -> bool:
         """Whether the logits of just those heads change their sign whose queries do, and values do not change.
 
@@ -198,8 +213,12 @@ class _Proof:
         """
         halves = torch.full((count,), 0.5)
         halved = self._with(halves)
-        return halved is not None and self._lockstep.all(
-            self._are_multiplied(halves, halved)
+        if halved is None:
+            return False
+        is_halved = self._are_multiplied(halves, halved)
+        self.is_soft_capped |= not is_halved
+        return self._lockstep.all(
+            is_halved
             or all(
                 _halves_small_ones(half - bias, logits - bias)
                 for half, logits, bias in zip(halved, self._logits, self._biases, strict=True)
@@ -255,10 +274,10 @@ class _Proof:
             )
         )
 
-    def _with(self, factors: Tensor, have_queries: bool = True) -> list[Tensor] | None:
-        return self._seen_with(self._projection.multiplier(factors), have_queries)
+    def _with(self, factors: Tensor, is_anything_made: bool = True) -> list[Tensor] | None:
+        return self._seen_with(self._projection.multiplier(factors), is_anything_made)
 
-    def _seen_with(self, multiplier: Tensor, have_queries: bool = True) -> list[Tensor] | None:
+    def _seen_with(self, multiplier: Tensor, is_anything_made: bool = True) -> list[Tensor] | None:
         """The logits where channels are multiplied; ``None`` where nothing can be compared or something else changes.
 
         That are the values; and queries, where they are known, must be zero if the channels are: what is added to them
@@ -268,7 +287,7 @@ class _Proof:
         is_alike = calls is not None and all(
             _logits(call).shape == _logits(plain).shape
             and (call.value is None or plain.value is None or self._is_near(call.value, plain.value, plain.value))
-            and (have_queries or not bool(call.query.any()))
+            and (is_anything_made or not bool(self._projection.made(call).any()))
             for call, plain in zip(calls, self._plain, strict=True)
         )
         if not self._lockstep.all(is_alike) or calls is None:
@@ -289,9 +308,8 @@ class _Proof:
     def _of_call(self, factors: Tensor, number: int) -> Tensor:
         """The factors of the heads of one call, (H, 1, 1)."""
         call = self._plain[number]
-        if len(factors) == 1:
-            return factors.to(call.query.device)
-        return factors[self._places(call, number)].to(call.query.device)[:, None, None]
+        assert self._served_by is not None
+        return factors[self._served_by[self._places(call, number)]].to(call.query.device)[:, None, None]
 
     def _places(self, call: AttentionCall, number: int) -> slice:
         """Which of the site's heads a call has: all, those of this rank, or the next one of a loop."""

@@ -19,7 +19,7 @@ SHARDED = (
     "with `ModelParallelStrategy` (FSDP2)"
 )
 QUANTISED = (
-    "the weights of its query projection are quantised, so that no temperature can be written into them; leave the "
+    "the weights of its query projection are quantised, so that nothing can be written into them; leave the "
     "query projection as it is (`modules_to_not_convert`), or choose `sites` without it"
 )
 _QUANTISING = ("torch.ao.nn", "torch.nn.quantized")
@@ -34,13 +34,14 @@ def refusal(projection: QueryProjection, model: nn.Module) -> str | None:
         return SHARDED
     if _is_adapted(projection.module, model):
         return (
-            "its query projection has an adapter (LoRA), and a checkpoint of the adapter alone would lack its "
-            "temperature; leave the query projection out of `target_modules`, or merge the adapter first"
+            "its query projection has an adapter (LoRA), and a checkpoint of the adapter alone would lack what "
+            "is written into it; leave the query projection out of `target_modules`, or merge the adapter first"
         )
     if _is_peft(model) and not all(projection.tensor(part).requires_grad for part in projection.parameters):
         return (
             "its query projection is frozen in a model with adapters, so that a checkpoint of the adapters alone would "
-            "lack its temperature; train the query projection too (`modules_to_save`), or choose `sites` without it"
+            "lack what is written into it; train the query projection too (`modules_to_save`), or choose `sites` "
+            "without it"
         )
     for part in projection.parameters:
         parameter = projection.tensor(part)

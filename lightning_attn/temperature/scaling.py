@@ -136,6 +136,11 @@ class ReadsScaled:
         """The projection of queries where keys or values have another width, multiplied."""
         return self._read("q_proj_weight")
 
+    @property
+    def k_proj_weight(self) -> Tensor | None:
+        """That of keys, which `lightning_attn.clipping` multiplies."""
+        return self._read("k_proj_weight")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A class that was made on the way cannot be found by name, as copies and pickles do.
         return _made_anew, (_plain_kind(self),), self.__dict__
