@@ -17,7 +17,7 @@ from lightning_attn import EarlyWarning, History, Snapshot
 
 
 @pytest.mark.parametrize("domain", [demo.language_model, demo.vision_transformer])
-def test_a_domain_is_trained_twice_compared_and_drawn(
+def test_a_domain_is_trained_three_times_compared_and_drawn(
     domain: Callable[[], Domain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -28,7 +28,7 @@ def test_a_domain_is_trained_twice_compared_and_drawn(
     assert ("test accuracy" in printed) == (short.test_data is not None)
     assert f"Every head over training: demo_output/{short.name}.png" in printed
     assert Image.open(f"demo_output/{short.name}.png").size == (1200, 792)
-    for run in ("healthy", "too_hot"):
+    for run in ("healthy", "too_hot", "rescued"):
         assert list(Path("demo_output", short.name, run).glob("events.out.tfevents.*"))
 
 
@@ -42,6 +42,7 @@ def a_run(early_loss: float, final_loss: float, logits: float, entropy: float, a
 
 
 HEALTHY = a_run(early_loss=2.0, final_loss=1.0, logits=2.0, entropy=0.9, accuracy=0.8)
+RESCUED = replace(a_run(early_loss=2.1, final_loss=1.1, logits=4.0, entropy=0.6, accuracy=0.75), rescued_at=15)
 
 
 @pytest.mark.parametrize(
@@ -55,24 +56,24 @@ HEALTHY = a_run(early_loss=2.0, final_loss=1.0, logits=2.0, entropy=0.9, accurac
     ],
 )
 def test_the_headline_says_what_was_found(hot: Run, headline: str) -> None:
-    found = Comparison(HEALTHY, hot)
+    found = Comparison(HEALTHY, hot, RESCUED)
     assert found.headline() == headline
     assert len(headline) < 75, "a longer one would leave the picture"
     assert found.conclusion() == f"{headline}; in the end the too hot run's loss is 50% higher."
 
 
-def test_the_table_holds_both_runs() -> None:
-    table = Comparison(HEALTHY, a_run(2.1, 0.9, 20.0, 0.3, accuracy=0.5)).table().splitlines()
+def test_the_table_holds_all_runs() -> None:
+    table = Comparison(HEALTHY, a_run(2.1, 0.9, 20.0, 0.3, accuracy=0.5), RESCUED).table().splitlines()
     assert [line.split() for line in table] == [
-        ["Steps", "20", "to", "25", "of", "100", "healthy", "too", "hot"],
-        ["loss", "2.00", "2.10", "+5%"],
-        ["logit_std,", "largest", "head", "2.00", "20.00", "×10"],
-        ["max_logit,", "largest", "head", "4.00", "40.00", "×10"],
-        ["entropy,", "mean", "of", "heads", "0.90", "0.30", "-0.60"],
+        ["Steps", "20", "to", "25", "of", "100", "healthy", "too", "hot", "rescued"],
+        ["loss", "2.00", "2.10", "+5%", "2.10", "+5%"],
+        ["logit_std,", "largest", "head", "2.00", "20.00", "×10", "4.00", "×2"],
+        ["max_logit,", "largest", "head", "4.00", "40.00", "×10", "8.00", "×2"],
+        ["entropy,", "mean", "of", "heads", "0.90", "0.30", "-0.60", "0.60", "-0.30"],
         ["The", "last", "30", "steps"],
-        ["loss", "1.00", "0.90", "-10%"],
+        ["loss", "1.00", "0.90", "-10%", "1.10", "+10%"],
         ["Afterwards"],
-        ["test", "accuracy", "0.80", "0.50", "-0.30"],
+        ["test", "accuracy", "0.80", "0.50", "-0.30", "0.75", "-0.05"],
     ]
 
 
@@ -88,7 +89,7 @@ def test_what_was_warned_of_is_said() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("domain", "hot_rate"), [(demo.language_model, 0.02), (demo.vision_transformer, 0.01)])
+@pytest.mark.parametrize(("domain", "hot_rate"), [(demo.language_model, 0.02), (demo.vision_transformer, 0.03)])
 def test_hot_runs_are_warned_of_in_their_first_quarter_and_healthy_ones_never(
     domain: Callable[[], Domain], hot_rate: float, tmp_path: Path
 ) -> None:
@@ -100,4 +101,12 @@ def test_hot_runs_are_warned_of_in_their_first_quarter_and_healthy_ones_never(
 
 def test_without_a_test_there_is_no_accuracy() -> None:
     hot = a_run(2.1, 0.9, 20.0, 0.3)
-    assert "accuracy" not in Comparison(replace(HEALTHY, test_accuracy=None), hot).table()
+    assert "accuracy" not in Comparison(replace(HEALTHY, test_accuracy=None), hot, RESCUED).table()
+
+
+def test_what_the_rescue_made_of_the_run_is_said() -> None:
+    said = Comparison(HEALTHY, a_run(2.1, 1.5, 20.0, 0.3), RESCUED).rescue()
+    assert "switched on by the warning, at 15% of it" in said
+    assert "its loss is 10% higher than that of the healthy run; without the rescue it is 50% higher" in said
+    never = Comparison(HEALTHY, a_run(2.1, 1.5, 20.0, 0.3), replace(RESCUED, rescued_at=None)).rescue()
+    assert "nothing was done" in never
