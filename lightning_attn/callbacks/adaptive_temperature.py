@@ -11,10 +11,11 @@ from lightning_attn.callbacks.averaged_models import averaged_models
 from lightning_attn.callbacks.cadence import Cadence, check_positive
 from lightning_attn.callbacks.loggers import output_folder
 from lightning_attn.callbacks.misconfiguration import misconfiguration
+from lightning_attn.callbacks.refused_strategies import refuse_flat_shards
 from lightning_attn.callbacks.schedule import CaptureSchedule
 from lightning_attn.callbacks.subscription import Subscription
 from lightning_attn.callbacks.temperature_log import TemperatureLog
-from lightning_attn.callbacks.temperature_refusals import refuse_overlap, refuse_strategy
+from lightning_attn.callbacks.temperature_overlap import refuse_overlap
 from lightning_attn.callbacks.temperature_search import TemperatureSearch, some
 from lightning_attn.callbacks.temperature_start import TemperatureStart
 from lightning_attn.callbacks.warning_board import WarningBoard
@@ -165,7 +166,7 @@ class AdaptiveTemperature(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot be, and find out where files go, which ranks do together."""
-        refuse_strategy(trainer)
+        refuse_flat_shards(trainer, "AdaptiveTemperature")
         names = SiteNames(pl_module)
         with misconfiguration():
             for patterns in (self._subscription.request.sites, *self._plan.patterns):

@@ -9,7 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_REFUSED = ("FSDPStrategy", "DeepSpeedStrategy")
+#: By the names of their classes.
+REFUSED_STRATEGIES = ("FSDPStrategy", "DeepSpeedStrategy")
 
 
 def refuse_flat_shards(trainer: pl.Trainer, callback: str) -> None:
@@ -23,7 +24,7 @@ def refuse_flat_shards(trainer: pl.Trainer, callback: str) -> None:
         MisconfigurationException: if it has one of them.
     """
     for kind in type(trainer.strategy).__mro__:
-        if kind.__name__ in _REFUSED:
+        if kind.__name__ in REFUSED_STRATEGIES:
             raise MisconfigurationException(
                 f"{callback} cannot change the parameters that {kind.__name__} shards; use `ModelParallelStrategy` "
                 "with `fully_shard` (FSDP2), or data parallelism."

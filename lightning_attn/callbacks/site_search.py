@@ -44,7 +44,7 @@ class SiteSearch:
         later = find(met)
         for site in sites:
             self._tries[site] = self._tries.get(site, 0) + 1
-        done = settled()
+        done = set(settled()) - later
         self.is_on = any(tries < TRIES for site, tries in self._tries.items() if site not in done)
         return {site for site in later if self._tries.get(site, 0) == TRIES}
 

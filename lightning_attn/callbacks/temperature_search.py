@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from lightning_attn.callbacks.site_search import TRIES, SiteSearch
 from lightning_attn.capture.met import Met
 from lightning_attn.temperature.attention_temperature import AttentionTemperature
 
-#: So many captures are tried at a site whose queries cannot be told, as when they are zero at first.
-_TRIES = 10
 _UNFOLDABLE = (
     "cannot be saved: its queries come from a norm without a gain, into which no temperature can be written. Load it "
     "for inference with `lightning_attn.temperature.load_temperatures(model, checkpoint)`, or give the norm a gain"
@@ -30,20 +29,21 @@ class TemperatureSearch:
 
     def begin(self) -> None:
         """Begin a run."""
-        #: Whether the next capture is to be searched.
-        self.is_on = True
-        self._tries: dict[str, int] = {}
-        self._settled: set[str] = set()
+        self._search = SiteSearch()
         self._told: set[str] = set()
-        self._met: dict[str, Met] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next capture is to be searched."""
+        return self._search.is_on
 
     def meet(self, met: Met) -> None:
         """Remember a module that computes attention, as it was met, until the end of its batch."""
-        self._met.setdefault(met.site, met)
+        self._search.meet(met)
 
     def forget(self) -> None:
         """Let go of what was met."""
-        self._met = {}
+        self._search.forget()
 
     def settle(
         self,
@@ -58,42 +58,34 @@ class TemperatureSearch:
             seen: the sites of the capture, the same on all ranks.
             surrounding: see `AttentionTemperature.find_among`.
         """
-        if self.is_on:
-            met, self._met = self._met, {}
-            wanted = {site: one for site, one in met.items() if site in seen}
-            later = temperature.find_among(wanted, surrounding)
-            for site in seen:
-                self._tries[site] = self._tries.get(site, 0) + 1
-            refused = {site: why for site, why in temperature.refused.items() if site not in later}
-            self._settled |= temperature.sites.keys() | refused.keys()
-            self._say(temperature, refused, later)
-        unsettled = (self._tries.keys() | set(seen)) - self._settled
-        self.is_on = any(self._tries.get(site, 0) < _TRIES for site in unsettled)
+        if not self._search.is_on:
+            self._search.notice(seen)
+            return
+        later: set[str] = set()
+
+        def find(met: Mapping[str, Met]) -> set[str]:
+            later.update(temperature.find_among({site: met[site] for site in met if site in seen}, surrounding))
+            return later
+
+        given_up = self._search.look(seen, find, lambda: temperature.sites.keys() | temperature.refused.keys())
+        self._say(temperature, later, given_up)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was tried, found and said."""
-        return {
-            "is_on": self.is_on,
-            "tries": dict(self._tries),
-            "settled": sorted(self._settled),
-            "told": sorted(self._told),
-        }
+        """What was tried and said."""
+        return {"search": self._search.state_dict(), "told": sorted(self._told)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off."""
-        self.is_on = state["is_on"]
-        self._tries = dict(state["tries"])
-        self._settled = set(state["settled"])
+        self._search.load_state_dict(state["search"])
         self._told = set(state["told"])
 
-    def _say(self, temperature: AttentionTemperature, refused: Mapping[str, str], later: Collection[str]) -> None:
+    def _say(self, temperature: AttentionTemperature, later: Collection[str], given_up: Collection[str]) -> None:
         by_reason: dict[str, list[str]] = {}
-        for site, reason in refused.items():
-            by_reason.setdefault(f"stays 1: {reason}", []).append(site)
-        for site in later:
-            if self._tries.get(site, 0) == _TRIES:
-                reason = f"stays 1: in {_TRIES} captures {temperature.refused[site]}"
-                by_reason.setdefault(reason, []).append(site)
+        for site, reason in temperature.refused.items():
+            if site in given_up:
+                by_reason.setdefault(f"stays 1: in {TRIES} captures {reason}", []).append(site)
+            elif site not in later:
+                by_reason.setdefault(f"stays 1: {reason}", []).append(site)
         unfoldable = [site for site, held in temperature.sites.items() if not held.is_foldable]
         by_reason[_UNFOLDABLE] = unfoldable
         for reason, sites in by_reason.items():

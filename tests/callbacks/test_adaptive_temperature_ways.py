@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_attn import AdaptiveTemperature
-from lightning_attn.callbacks.temperature_refusals import REFUSED_STRATEGIES
+from lightning_attn.callbacks.refused_strategies import REFUSED_STRATEGIES
 from lightning_attn.temperature import CosineTemperature, HoldEntropy
 
 
