@@ -11,7 +11,7 @@ from typing import Literal
 from lightning.pytorch import Callback
 
 from lightning_attn import AdaptiveTemperature, AttentionEarlyWarning, QKClip
-from lightning_attn.temperature import HighToLow, HoldEntropy
+from lightning_attn.temperature import HighToLow, HoldEntropy, HoldLogitScale
 
 sys.path.append(str(Path(__file__).parents[1] / "early_warning"))  # its models and settings
 from settings import FAMILIES, Setting
@@ -80,11 +80,13 @@ CASES = (
 )
 
 UNTREATED, QK_NORM, FROM_START, ON_WARNING = "untreated", "q/k norm", "loop from the start", "loop on warning"
+NEVER_ASLEEP = "loop that never sleeps"
 TREATMENTS = {
     UNTREATED: Treatment(),
     QK_NORM: Treatment(has_qk_norm=True),
     FROM_START: Treatment(lambda: [_loop()]),
     ON_WARNING: Treatment(_on_warning),
+    NEVER_ASLEEP: Treatment(lambda: [_loop(control=HoldLogitScale(wakes_at=None))], is_main=False),
     "clip at 30": Treatment(lambda: [QKClip(30.0, file=None, print_summary=False)], is_main=False),
     "entropy loop": Treatment(lambda: [_loop(control=HoldEntropy())], is_main=False),
     "high to low": Treatment(lambda: [_loop(control=HighToLow(start=4.0, steps=250))], is_main=False),
@@ -94,5 +96,5 @@ TREATMENTS = {
 def treatments_of(case: Case) -> dict[str, Treatment]:
     """What is tried on a case: a healthy one is given what may be left on, the others everything."""
     if case.kind == "healthy":
-        return {name: TREATMENTS[name] for name in (UNTREATED, FROM_START, ON_WARNING)}
+        return {name: TREATMENTS[name] for name in (UNTREATED, FROM_START, ON_WARNING, NEVER_ASLEEP)}
     return TREATMENTS
