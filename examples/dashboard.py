@@ -30,7 +30,9 @@ def draw(runs: tuple[Run, Run, Run], headline: str, titles: Mapping[str, str], l
     figure.subplots_adjust(left=0.075, right=0.985, bottom=0.08, top=0.85, wspace=0.2, hspace=0.22)
     figure.text(0.012, 0.945, headline, fontsize=17, fontweight="bold")
     heads = " + ".join(str(count) for count in runs[0].history[-1].heads.values())
-    explanation = f"Same model, data and seed; only the learning rate differs. Thin lines: each of the {heads} heads."
+    explanation = (
+        f"Same model, data and seed. Green: the hot run, its temperatures held from its warning on. {heads} heads."
+    )
     figure.text(0.012, 0.905, explanation, fontsize=12, color="0.35")
     for panel, (name, title) in zip(panels.flat, titles.items(), strict=True):
         panel.set_title(title, fontsize=12.5, loc="left")
