@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
@@ -270,7 +271,7 @@ class AdaptiveTemperature(Callback):
         temperature = AttentionTemperature(pl_module, list(sites), process_group=joins)
         temperature.follow(averaged_models(trainer))
         self._governor = TemperatureGovernor(temperature, self._plan, self._is_dry)
-        if self._loaded is None and trainer.global_step > 0:
+        if self._loaded is None and trainer.global_step > 0 and self in _ENDED.get(trainer, ()):
             self._loaded = self._kept  # the same Trainer goes on
         if self._loaded is not None:
             self._restore(self._governor, self._loaded)
@@ -347,6 +348,7 @@ class AdaptiveTemperature(Callback):
         if governor is None:
             return
         self._temperatures = governor.temperatures()
+        _ENDED.setdefault(trainer, WeakSet()).add(self)
         temperature = governor.temperature
         if not temperature.is_spread:
             self._kept = self._state(governor)
@@ -360,3 +362,7 @@ class AdaptiveTemperature(Callback):
         left = temperature.fold()
         self._left = temperature if left else None
         self._log.end(trainer, self._temperatures, left)
+
+
+#: Which callbacks have been to the end of a fit of a Trainer, and may go on from there.
+_ENDED: WeakKeyDictionary[Any, WeakSet[AdaptiveTemperature]] = WeakKeyDictionary()

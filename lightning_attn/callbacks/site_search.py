@@ -48,6 +48,13 @@ class SiteSearch:
         self.is_on = any(tries < TRIES for site, tries in self._tries.items() if site not in done)
         return {site for site in later if self._tries.get(site, 0) == TRIES}
 
+    def gives_up(self, site: str) -> bool:
+        """Whether a site was looked for as often as any is; if so, it counts as never seen from now on."""
+        has_tried = self._tries.get(site, 0) >= TRIES
+        if has_tried:
+            del self._tries[site]
+        return has_tried
+
     def notice(self, sites: Iterable[str]) -> None:
         """Look again where a site is seen for the first time, such as that of a layer that was skipped before."""
         self.is_on = self.is_on or any(site not in self._tries for site in sites)

@@ -67,8 +67,15 @@ class TemperatureSearch:
             later.update(temperature.find_among({site: met[site] for site in met if site in seen}, surrounding))
             return later
 
-        given_up = self._search.look(seen, find, lambda: temperature.sites.keys() | temperature.refused.keys())
+        looked_for = [*seen, *(site for site in sorted(temperature.guessed) if site not in seen)]
+        given_up = self._search.look(
+            looked_for, find, lambda: (temperature.sites.keys() - temperature.guessed) | temperature.refused.keys()
+        )
         self._say(temperature, later, given_up)
+        for site in sorted(temperature.guessed):
+            if self._search.gives_up(site):
+                temperature.drop_guess(site)
+                self._report(f"{site} computed no attention in {TRIES} captures; its temperature is 1 until it does.")
 
     def state_dict(self) -> dict[str, Any]:
         """What was tried and said."""

@@ -116,12 +116,9 @@ class AttentionTemperature:
             for site, found in met.items()
             if self._patterns.match(site) and (site not in self.sites or site in self.guessed)
         ]
-        former = {site: self.sites[site].log_temperatures for site in self.guessed}
-        for site in self.guessed:
-            held = self.sites.pop(site)
-            held.set(torch.zeros_like(held.log_temperatures))
-            held.detach()
-        self.guessed.clear()
+        former = {site: self.sites[site].log_temperatures for site in self.guessed & met.keys()}
+        for site in former:
+            self.drop_guess(site)
         found = agreed({one.site: search(one, self.model, surrounding) for one in wanted}, self._process_group)
         self._attach(self._held_by(found))
         for site in former.keys() & self.sites.keys():
@@ -162,6 +159,13 @@ class AttentionTemperature:
                 guessed.append(SiteTemperature(site, Proven(projection, torch.zeros(projection.temperatures))))
         self._attach(guessed)
         self.guessed |= {held.site for held in guessed}
+
+    def drop_guess(self, site: str) -> None:
+        """Leave a site alone again whose projection is a guess still."""
+        held = self.sites.pop(site)
+        held.set(torch.zeros_like(held.log_temperatures))
+        held.detach()
+        self.guessed.remove(site)
 
     def follow(self, copies: Sequence[nn.Module]) -> None:
         """Have other models have the same temperatures, which are averages of this one."""

@@ -159,5 +159,6 @@ def _widths(channels: int, heads: int, value_width: int | None) -> list[int]:
     """The widths that a head may have where that is not known."""
     groups = [k for k in range(1, heads + 1) if heads % k == 0]
     wholes = [heads, 2 * heads, 3 * heads, *(heads + 2 * k for k in groups)]
-    widths = [channels // whole for whole in wholes if channels % whole == 0]
+    # One channel for each head is a bias, as of positions.
+    widths = [channels // whole for whole in wholes if channels % whole == 0 and channels > whole]
     return sorted(dict.fromkeys(widths), key=lambda d: d != value_width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
 from lightning_attn.capture.met import Met
+from lightning_attn.capture.module_tree import modules_of
 from lightning_attn.capture.sites import SitePatterns
+from lightning_attn.temperature.layouts import is_layer
 from lightning_attn.temperature.lockstep import Lockstep
 from lightning_attn.temperature.projection import QueryProjection
+from lightning_attn.temperature.refusals import is_adapted
 from lightning_attn.temperature.scaling import ChannelScale, release, scale_outputs
 from lightning_attn.temperature.unchanged import unchanged
 
@@ -26,6 +30,8 @@ _ROWS, _SEQUENCES = 64, 2
 #: By how much a logit may be off, as a share of the largest.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _EXACT = 1e-4
+#: A factor by which nothing that is linear is rounded otherwise.
+_MUCH = 64.0
 
 
 class Replay:
@@ -39,6 +45,7 @@ class Replay:
 
     def __init__(self, met: Met) -> None:
         self._met = met
+        self.module = met.module
         self._args = tuple(None if _is_cache(value) else value for value in met.args)
         self._kwargs = {name: None if _is_cache(value) else value for name, value in met.kwargs.items()}
         #: How often it ran.
@@ -120,6 +127,8 @@ def prove(guesses: Guesses, replay: Replay, lockstep: Lockstep) -> Proven | None
             continue
         proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
+            if not lockstep.all(not _has_idle_layer(replay.module, projection)):
+                raise NotNowError("a layer of it that may add to its queries is zero still")
             return Proven(projection, proof.bias_std(), proof.is_soft_capped, proof.largest_bias())
         is_zero |= projection.makes_zeros
         if projection.module not in matters:  # of many guesses for one module the first is right more often than not
@@ -165,6 +174,8 @@ class _Proof:
         return (
             self._lockstep.all(matters)
             and self._shrinks(count)
+            and self._follows(count, 0.5)
+            and self._follows(count, _MUCH)
             and self._turns_heads(count)
             and self._needs_all_rows()
             and self._has_all_rows()
@@ -224,6 +235,27 @@ class _Proof:
                 for half, logits, bias in zip(halved, self._logits, self._biases, strict=True)
             )
         )
+
+    def _follows(self, count: int, factor: float) -> bool:
+        """Whether queries are multiplied as what leaves the module is, or logits where queries are not known.
+
+        Multiplying by much shows what is bounded on the way, such as by a clamp that only hot runs come to.
+        """
+        calls = self._calls_with(self._projection.multiplier(torch.full((count,), factor)))
+        is_known = bool(self._plain[0].query.shape[-1])
+        if not is_known and self.is_soft_capped:
+            return True
+        return self._lockstep.all(
+            calls is not None and all(map(partial(self._has_followed, factor), calls, self._plain))
+        )
+
+    def _has_followed(self, factor: float, call: AttentionCall, plain: AttentionCall) -> bool:
+        number = next(place for place, one in enumerate(self._plain) if one is plain)
+        if plain.query.shape[-1]:
+            expected = factor * self._projection.made(plain)
+            return self._is_near(self._projection.made(call), expected, expected)
+        expected = factor * (self._logits[number] - self._biases[number])
+        return self._is_near(_logits(call) - self._biases[number], expected, expected)
 
     def _multiplies(self, factors: Tensor) -> bool:
         """Whether logits, less what a bias adds, are multiplied as queries are."""
@@ -323,6 +355,17 @@ class _Proof:
         if found.shape != expected.shape:
             return False
         return bool((found - expected).abs().max() <= self._tolerance * scale.abs().max())
+
+
+def _has_idle_layer(site: nn.Module, projection: QueryProjection) -> bool:
+    """Whether a layer whose weights are all zero may add to the queries once it is trained, as an adapter's does."""
+    rows = projection.rows
+    if rows is None or projection.kind == "packed":
+        return False
+    sizes = {rows.numel(), projection.channels}
+    layers = [module for module in modules_of(site) if is_layer(module) and not is_adapted(module, site)]
+    weights = [layer._parameters["weight"] for layer in layers]  # adapters of libraries are refused by their names
+    return any(weight is not None and sizes & set(weight.shape) and not bool(weight.any()) for weight in weights)
 
 
 def _halves_small_ones(found_BHRM: Tensor, logits_BHRM: Tensor) -> bool:

@@ -25,6 +25,13 @@ QUANTISED = (
 _QUANTISING = ("torch.ao.nn", "torch.nn.quantized")
 
 
+#: Where a layer makes the queries by more than its weight and bias.
+NOT_WRITABLE = (
+    "the layer that makes its queries does more than multiply by its weight and add its bias (an adapter, a mask), so "
+    "that no factor can be written into these; make them by one `nn.Linear`"
+)
+
+
 def refusal(projection: QueryProjection, model: nn.Module) -> str | None:
     """Why a projection is not to be scaled; ``None`` if it may be."""
     if any(
@@ -32,7 +39,7 @@ def refusal(projection: QueryProjection, model: nn.Module) -> str | None:
         for above in modules_of(model)
     ):
         return SHARDED
-    if _is_adapted(projection.module, model):
+    if is_adapted(projection.module, model):
         return (
             "its query projection has an adapter (LoRA), and a checkpoint of the adapter alone would lack what "
             "is written into it; leave the query projection out of `target_modules`, or merge the adapter first"
@@ -85,7 +92,7 @@ def _is_peft(model: nn.Module) -> bool:
     return any(type(module).__module__.startswith("peft.") for module in modules_of(model))
 
 
-def _is_adapted(module: nn.Module, model: nn.Module) -> bool:
+def is_adapted(module: nn.Module, model: nn.Module) -> bool:
     """Whether a module is a part of what `peft` has put in the place of a layer."""
     return any(
         any(f"{kind.__module__}.{kind.__name__}" == _ADAPTED for kind in type(above).__mro__) and _holds(above, module)

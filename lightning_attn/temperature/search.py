@@ -17,7 +17,7 @@ from lightning_attn.temperature.agreement import Finding
 from lightning_attn.temperature.lockstep import Lockstep
 from lightning_attn.temperature.projection import QueryProjection
 from lightning_attn.temperature.proof import NotNowError, Replay, prove
-from lightning_attn.temperature.refusals import refusal, refusal_of_site
+from lightning_attn.temperature.refusals import NOT_WRITABLE, refusal, refusal_of_site
 from lightning_attn.temperature.sharded import unsharded
 
 #: Makes the context in which a module runs again, as of its precision.
@@ -56,6 +56,8 @@ def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesse
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
     if proven is None or reason:
         return Finding(reason=reason or refusal_of_site(met.module))
+    if proven.projection.rows is not None and not proven.projection.parameters:
+        return Finding(reason=NOT_WRITABLE)
     return Finding(
         proven.projection.to_dict(),
         proven.bias_std,

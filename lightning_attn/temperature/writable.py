@@ -48,9 +48,11 @@ def _parts(module: nn.Module, axis: int, is_offset: bool) -> tuple[ScaledParamet
 
 
 def _multiplies(module: nn.Module, parts: tuple[ScaledParameter, ...], axis: int) -> bool:
-    parameters = {name: _plain(parameter) for name, parameter in module._parameters.items() if parameter is not None}
-    weight = parameters["weight"]
     random = torch.Generator().manual_seed(0)
+    held = {name: _plain(parameter) for name, parameter in module._parameters.items() if parameter is not None}
+    # Random ones in the place of all: what is zero now, as half of an adapter is at first, would tell nothing.
+    parameters = {name: torch.randn(one.shape, generator=random).to(one) for name, one in held.items()}
+    weight = parameters["weight"]
     entering = torch.randn(4, weight.shape[1 - axis if weight.dim() == 2 else 0], generator=random)
     factors = 0.5 + torch.rand(weight.shape[axis], generator=random)
     entering, factors = entering.to(weight.device, weight.dtype), factors.to(weight.device, weight.dtype)
