@@ -311,7 +311,7 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("comes", ["before", "behind"])
+@pytest.mark.parametrize("comes", [pytest.param("before", marks=pytest.mark.slow), "behind"])
 def test_averages_of_weights(average: str, comes: str, tmp_path: Path) -> None:
     if not hasattr(of_lightning, "EMAWeightAveraging") and average != "stochastic":
         pytest.skip("this version of Lightning has no weight averaging")

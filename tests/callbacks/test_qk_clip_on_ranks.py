@@ -91,7 +91,11 @@ def divided_among(tensor_parallel: int) -> tuple[Counts, Weights]:
     return trained(seeded(Divided), part, groups, strategy=chosen, plugins=[StartedRanks()], devices=size)
 
 
-@pytest.mark.parametrize(("size", "tensor_parallel"), [(2, 2), (4, 2)], ids=["tensor parallel", "and fsdp2"])
+@pytest.mark.parametrize(
+    ("size", "tensor_parallel"),
+    [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)],
+    ids=["tensor parallel", "and fsdp2"],
+)
 def test_divided_heads_are_clipped_as_in_one_process(ranks: RankPool, size: int, tensor_parallel: int) -> None:
     counts, expected = trained(seeded(Whole))
     assert sum(map(sum, counts.values())) > 2

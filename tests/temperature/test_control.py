@@ -184,6 +184,14 @@ def test_slow_loops_do_not_oscillate(scale: float, keys: int, speed: float) -> N
     assert not (below[0] and not all(below))  # a head that comes from below is never above
 
 
+@pytest.mark.parametrize(("strength", "keys"), [(40.0, 1024), (60.0, 4096)])
+def test_a_head_with_one_strong_key_settles_at_the_defaults(strength: float, keys: int) -> None:
+    logits_RM = torch.zeros(1, keys, dtype=torch.float64)
+    logits_RM[:, 0] = strength
+    *course, _ = holds_entropy(HoldEntropy(), logits_RM, moves=120)
+    assert all(0.3 < value < 0.7 for value in course[-20:])
+
+
 def test_a_soft_head_is_left_alone_unless_it_is_asked_for() -> None:
     logits_RM = 0.1 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert holds_entropy(HoldEntropy(), logits_RM)[-1] == 0.0

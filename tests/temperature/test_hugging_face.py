@@ -52,8 +52,15 @@ X_TRANSFORMERS = (
     *("`attn_softclamp_logits=True`, `attn_logit_softclamp_value=5.0`", "`attn_num_mem_kv=3`", "`residual_attn=True`"),
 )
 ANY = {cell.way for cell in support.test_x_transformers.CELLS}
+#: One of each kind; the others are among the slow tests.
+QUICK = ("GPT-2", "Llama", "GPT-NeoX", "Qwen3", "Gemma 3", "Gemma 2", "T5", "BERT", "DeBERTa-v2", "no options")
 #: Their experts or masks know single precision alone.
 SINGLE = ("gpt-oss", "DeepSeek-V3", "Qwen3-Next", "GPT-2 with `reorder_and_upcast_attn`", "ModernBERT")
+
+
+def quick_first(of_all: list[Cell]) -> list[Any]:
+    """The cells, of which all but those of some models are slow."""
+    return [cell if cell.model in QUICK else pytest.param(cell, marks=pytest.mark.slow) for cell in of_all]
 
 
 def of(cell: Cell) -> tuple[nn.Module, Any]:
@@ -69,12 +76,14 @@ def of(cell: Cell) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize(
     "cell",
-    [
-        *cells(*DECODERS, *OTHERS, *SHARED, ways=("sdpa",)),
-        *cells(*WRITTEN_OUT, ways=("eager",)),
-        *cells(*X_TRANSFORMERS, ways=ANY),
-        *cells("GPT-2", "T5", ways=("sdpa",), training=False),
-    ],
+    quick_first(
+        [
+            *cells(*DECODERS, *OTHERS, *SHARED, ways=("sdpa",)),
+            *cells(*WRITTEN_OUT, ways=("eager",)),
+            *cells(*X_TRANSFORMERS, ways=ANY),
+            *cells("GPT-2", "T5", ways=("sdpa",), training=False),
+        ]
+    ),
     ids=str,
 )
 def test_outputs_and_gradients_are_those_of_divided_queries(cell: Cell) -> None:

@@ -185,6 +185,7 @@ def test_ranks_that_divide_heads(ranks: RankPool, attention: type[Attention]) ->
     check(ranks(tensor_parallel, attention), alone(attention), without_gradients=without)
 
 
+@pytest.mark.slow
 def test_four_ranks_with_a_head_each(ranks: RankPool) -> None:
     check(ranks(tensor_parallel, Attention, ranks=4), alone(Attention))
 
@@ -221,12 +222,15 @@ def sharded(attention: type[Attention], parts: str) -> Result:
     return trained(model, made(attention), part_of_rank(batch()))
 
 
-@pytest.mark.parametrize("parts", ["blocks", "model", "attentions", "layers"])
+@pytest.mark.parametrize(
+    "parts", ["blocks", *(pytest.param(parts, marks=pytest.mark.slow) for parts in ("model", "attentions", "layers"))]
+)
 @pytest.mark.parametrize("attention", [FewerKeyHeads, Fused])
 def test_ranks_that_divide_weights(ranks: RankPool, attention: type[Attention], parts: str) -> None:
     check(ranks(sharded, attention, parts), alone(attention), sequences=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [Normed, NormOfAllChannels, HeadByHead])
 def test_ranks_that_divide_weights_of_other_attentions(ranks: RankPool, attention: type[Attention]) -> None:
     check(ranks(sharded, attention, "blocks"), alone(attention), sequences=2)
@@ -242,7 +246,9 @@ def both(attention: type[Attention]) -> Result:
     return trained(model, made(attention), part_of_rank(batch(), mesh.get_coordinate()[0], 2))
 
 
-@pytest.mark.parametrize("attention", [FewerKeyHeads, Fused, Normed])
+@pytest.mark.parametrize(
+    "attention", [Fused, *(pytest.param(one, marks=pytest.mark.slow) for one in (FewerKeyHeads, Normed))]
+)
 def test_ranks_that_divide_heads_and_weights(ranks: RankPool, attention: type[Attention]) -> None:
     results = ranks(both, attention, ranks=4)
     expected = alone(attention)
