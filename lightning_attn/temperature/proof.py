@@ -19,7 +19,7 @@ from lightning_attn.capture.sites import SitePatterns
 from lightning_attn.temperature.lockstep import Lockstep
 from lightning_attn.temperature.projection import QueryProjection
 from lightning_attn.temperature.scaling import ChannelScale, release, scale_outputs
-from lightning_attn.temperature.unchanged import unchanged
+from lightning_attn.temperature.unchanged import without_trace
 
 #: So many rows of the attention matrix are looked at, the last ones, and so many sequences.
 _ROWS, _SEQUENCES = 64, 2
@@ -49,7 +49,6 @@ class Replay:
         self.count += 1
         calls: list[AttentionCall] = []
         module = self._met.module
-        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
         capture = Capture(
             module,
             calls.append,
@@ -58,7 +57,7 @@ class Replay:
             with_values=True,
             strict=True,
         )
-        with torch.random.fork_rng(list(devices)), torch.no_grad(), unchanged(module), capture:
+        with without_trace(module), capture:
             module(*self._args, **self._kwargs)
         return calls
 
