@@ -88,6 +88,32 @@ class Explicit(Separate):
         return scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
 
 
+class DropConnect(nn.Linear):
+    """Drops weights, and remembers how large what enters it is."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("largest", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        self.largest = torch.maximum(self.largest, hidden.detach().abs().max())
+        return functional.linear(hidden, functional.dropout(self.weight, 0.1, self.training), self.bias)
+
+
+class Restless(Separate):
+    """Draws random numbers and keeps averages wherever it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.q_proj, self.k_proj, self.v_proj = (DropConnect(WIDTH, WIDTH) for _ in range(3))
+
+    def mixed(self, normed: Tensor) -> Tensor:
+        return super().mixed(functional.dropout(self.batch_norm(normed.mT).mT, 0.1, self.training))
+
+
 class Decoder(Trained):
     """Trains on batches that the step tells, so that it trains alike from any checkpoint; dropout is off in that case.
 

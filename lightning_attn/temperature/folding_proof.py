@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_attn.capture.spread import is_spread
 from lightning_attn.temperature.folding import fold
 from lightning_attn.temperature.projection import QueryProjection
+from lightning_attn.temperature.unchanged import without_trace
 
 #: So many random rows are put in.
 _ROWS = 8
@@ -54,7 +55,7 @@ def _given(projection: QueryProjection) -> Tensor:
     width = weight.shape[1 - part.axis] if weight.dim() == 2 else weight.shape[0]
     entering = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0))
     module: Any = projection.module
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+    with without_trace(module), torch.autocast(weight.device.type, enabled=False):
         output = module.forward(entering.to(weight.device, weight.dtype))
     given: Tensor = output[0] if type(output) is tuple else output
     return given.to(torch.promote_types(given.dtype, torch.float32))

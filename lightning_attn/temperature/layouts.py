@@ -97,7 +97,12 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises, by the name of its class."""
+    """Whether a module normalises each token by itself, by the name of its class.
+
+    Norms over the batch are none of queries, whose size would be that of others.
+    """
+    if "running_mean" in module._buffers:
+        return False
     weight = module._parameters.get("weight")
     return bool(_NORM.search(type(module).__name__)) and not module._modules and (weight is None or weight.dim() == 1)
 

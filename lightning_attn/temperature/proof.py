@@ -6,7 +6,8 @@ stays. Shape suffixes as in `lightning_attn.capture.call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,15 +16,17 @@ from torch import Tensor, nn
 
 from lightning_attn.capture.call import AttentionCall
 from lightning_attn.capture.capture import Capture
+from lightning_attn.capture.isolation import after_every_module, eager, unnoticed_by_fast_paths
 from lightning_attn.capture.met import Met
 from lightning_attn.capture.module_tree import modules_of
 from lightning_attn.capture.sites import SitePatterns
+from lightning_attn.temperature.held_attention import HeldAttention
 from lightning_attn.temperature.layouts import is_layer
 from lightning_attn.temperature.lockstep import Lockstep
 from lightning_attn.temperature.projection import QueryProjection
-from lightning_attn.temperature.refusals import is_adapted
+from lightning_attn.temperature.refusals import READ_ELSEWHERE, is_adapted
 from lightning_attn.temperature.scaling import ChannelScale, release, scale_outputs
-from lightning_attn.temperature.unchanged import unchanged
+from lightning_attn.temperature.unchanged import without_trace
 
 #: So many rows of the attention matrix are looked at, the last ones, and so many sequences.
 _ROWS, _SEQUENCES = 64, 2
@@ -51,12 +54,23 @@ class Replay:
         #: How often it ran.
         self.count = 0
 
+    def run(self, attention: HeldAttention) -> None:
+        """Run the module while its attention is held."""
+        self.count += 1
+        with (
+            without_trace(self._met.module),
+            eager(),
+            unnoticed_by_fast_paths(),
+            after_every_module(attention.see_return),
+            attention,
+        ):
+            self._met.module(*self._args, **self._kwargs)
+
     def __call__(self) -> list[AttentionCall]:
         """The attention calls that the module makes."""
         self.count += 1
         calls: list[AttentionCall] = []
         module = self._met.module
-        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
         capture = Capture(
             module,
             calls.append,
@@ -65,7 +79,7 @@ class Replay:
             with_values=True,
             strict=True,
         )
-        with torch.random.fork_rng(list(devices)), torch.no_grad(), unchanged(module), capture:
+        with without_trace(module), capture:
             module(*self._args, **self._kwargs)
         return calls
 
@@ -92,6 +106,10 @@ class NotNowError(Exception):
     """The site computes nothing now from which its queries could be told."""
 
 
+class ReadElsewhereError(Exception):
+    """A projection makes the queries, but they are more than queries."""
+
+
 #: Makes projections, of the number of heads, the width of a query, and that of a value; ``None`` what is not known.
 Guesses = Callable[[int, int | None, int | None], Iterable[QueryProjection]]
 
@@ -106,6 +124,7 @@ def prove(guesses: Guesses, replay: Replay, lockstep: Lockstep) -> Proven | None
 
     Raises:
         NotNowError: if the site makes no call, or all its queries are zero.
+        ReadElsewhereError: if something else than the attention reads them.
     """
     plain = replay()
     if not lockstep.all(bool(plain)):
@@ -122,17 +141,23 @@ def prove(guesses: Guesses, replay: Replay, lockstep: Lockstep) -> Proven | None
     tolerance = _TOLERANCE.get(first.query.dtype, _EXACT)
     is_zero = all(not _logits(call).any() or (width and not call.query.any()) for call in plain)
     matters: dict[nn.Module, bool] = {}
+    is_read_elsewhere = False
     for projection in guesses(heads, width, value_width):
         if not matters.get(projection.module, True):
             continue
         proof = _Proof(projection, replay, lockstep, plain, heads, tolerance)
         if proof.holds():
+            if proof.is_read_elsewhere():
+                is_read_elsewhere = True
+                continue
             if not lockstep.all(not _has_idle_layer(replay.module, projection)):
                 raise NotNowError("a layer of it that may add to its queries is zero still")
             return Proven(projection, proof.bias_std(), proof.is_soft_capped, proof.largest_bias())
         is_zero |= projection.makes_zeros
         if projection.module not in matters:  # of many guesses for one module the first is right more often than not
             matters[projection.module] = proof.module_matters()
+    if is_read_elsewhere:
+        raise ReadElsewhereError(READ_ELSEWHERE)
     if not lockstep.all(not is_zero):
         raise NotNowError("all its queries are zero, or those of a layer that may make them")
     return None
@@ -188,6 +213,28 @@ class _Proof:
             self._is_near(_logits(call), logits, logits) for call, logits in zip(calls, self._logits, strict=True)
         )
         return not self._lockstep.all(is_alike)
+
+    def is_read_elsewhere(self) -> bool:
+        """Whether something else in the module than its attention reads what the projection makes.
+
+        Of an attention that cannot be held, by a kernel into which nothing can see, that is not known.
+        """
+        if self._projection.kind == "packed":  # nothing but one function gets it
+            return False
+        keys = min(call.keys for call in self._plain)
+        without = self._held(HeldAttention(keys), torch.zeros(self._projection.temperatures))
+        if not self._lockstep.all(without is None or len(without.results) >= len(self._plain)):
+            return False
+        held = self._held(HeldAttention(keys, without), torch.ones(self._projection.temperatures))
+        return not self._lockstep.all(without is not None and held is not None and held.is_same(without))
+
+    def _held(self, attention: HeldAttention, factors: Tensor) -> HeldAttention | None:
+        try:
+            with self._scaled(self._projection.multiplier(factors)):
+                self._replay.run(attention)
+        except Exception:
+            return None
+        return attention
 
     def bias_std(self) -> Tensor:
         """See `Proven`."""
@@ -327,15 +374,22 @@ class _Proof:
         return [_logits(call) for call in calls]
 
     def _calls_with(self, multiplier: Tensor) -> list[AttentionCall] | None:
+        try:
+            with self._scaled(multiplier):
+                calls = self._replay()
+        except Exception:
+            return None
+        return calls if len(calls) == len(self._plain) else None
+
+    @contextmanager
+    def _scaled(self, multiplier: Tensor) -> Iterator[None]:
+        """Multiply the channels that leave the projection while the block runs."""
         scale = ChannelScale.of(self._projection, multiplier)
         scale_outputs(self._projection, scale)
         try:
-            calls = self._replay()
-        except Exception:
-            return None
+            yield
         finally:
             release(self._projection.module, scale)
-        return calls if len(calls) == len(self._plain) else None
 
     def _of_call(self, factors: Tensor, number: int) -> Tensor:
         """The factors of the heads of one call, (H, 1, 1)."""

@@ -14,6 +14,11 @@ NOT_FOUND = (
     "projected outside of it or head by head, or made of a bare parameter; make them by one `nn.Linear` in the module "
     "that computes attention, or by one norm behind it"
 )
+READ_ELSEWHERE = (
+    "its queries are read by something else than its attention too: they are added to what leaves it, or gate that, "
+    "which would be divided with them; make what else is needed by an `nn.Linear` of its own, or choose `sites` "
+    "without it"
+)
 SHARDED = (
     "its weights are sharded in a way (FSDP1, DeepSpeed ZeRO-3) in which rows of them cannot be changed; shard them "
     "with `ModelParallelStrategy` (FSDP2)"

@@ -16,7 +16,7 @@ from lightning_attn.temperature import layouts
 from lightning_attn.temperature.agreement import Finding
 from lightning_attn.temperature.lockstep import Lockstep
 from lightning_attn.temperature.projection import QueryProjection
-from lightning_attn.temperature.proof import NotNowError, Replay, prove
+from lightning_attn.temperature.proof import NotNowError, ReadElsewhereError, Replay, prove
 from lightning_attn.temperature.refusals import NOT_WRITABLE, refusal, refusal_of_site
 from lightning_attn.temperature.sharded import unsharded
 
@@ -51,6 +51,8 @@ def search(met: Met, model: nn.Module, surrounding: Surrounding, guesses: Guesse
             reasons = [refusal(one, model) for one in (tried if proven is None else [proven.projection])]
     except NotNowError as error:
         return Finding(reason=str(error), is_for_later=True)
+    except ReadElsewhereError as error:
+        return Finding(reason=str(error))
     except Exception as error:
         return Finding(reason=f"running it again failed: {type(error).__name__}: {error}")
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))

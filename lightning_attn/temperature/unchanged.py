@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_attn.capture.module_tree import buffers_of, modules_of
+from lightning_attn.capture.module_tree import buffers_of, modules_of, parameters_of
 
 _CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def without_trace(module: nn.Module) -> Iterator[None]:
+    """Run a module, or try something with it, so that a training run goes on as if nothing had been.
+
+    No gradient is asked for, and random numbers that are drawn in the block are drawn again after it, also by Python
+    and NumPy. See `unchanged` for the rest. Two blocks that follow each other draw the same numbers.
+    """
+    tensors = (*parameters_of(module), *buffers_of(module))
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    numpy: Any = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(list(devices)), torch.no_grad(), unchanged(module):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_attn.temperature.projection import ScaledParameter
+from lightning_attn.temperature.unchanged import without_trace
 
 #: What multiplies the channels that leave it as its parameters are; strategies make classes of their own with these.
 _KNOWN = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
@@ -57,18 +58,17 @@ def _multiplies(module: nn.Module, parts: tuple[ScaledParameter, ...], axis: int
     factors = 0.5 + torch.rand(weight.shape[axis], generator=random)
     entering, factors = entering.to(weight.device, weight.dtype), factors.to(weight.device, weight.dtype)
     changed = parameters | {part.name: part.scaled(parameters[part.name], factors) for part in parts}
-    bare = _without_hooks(module)
-    with torch.no_grad():
-        plain, scaled = (_first(functional_call(bare, tensors, (entering,))) for tensors in (parameters, changed))
+    plain, scaled = (_given(module, tensors, entering) for tensors in (parameters, changed))
     tolerance = 1e-4 if torch.finfo(weight.dtype).bits >= 32 else 3e-2
     return bool(torch.allclose(scaled, plain * factors, rtol=tolerance, atol=tolerance))
 
 
-def _without_hooks(module: nn.Module) -> nn.Module:
-    """A module that computes the same and tells nobody."""
+def _given(module: nn.Module, parameters: dict[str, Tensor], entering: Tensor) -> Any:
+    """What a module gives with other parameters; it keeps nothing of that, and nobody hears of it."""
     bare = copy(module)
     bare.__dict__ |= {"_parameters": dict(module._parameters), "_forward_hooks": {}, "_forward_pre_hooks": {}}
-    return bare
+    with without_trace(bare):
+        return _first(functional_call(bare, parameters, (entering,)))
 
 
 def _first(output: Any) -> Any:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import random as python_random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from models import Encoder, LanguageModel, Trained, VisionTransformer, batches, trainer
-from temperature_runs import Decoder, Explicit, Fused, Grouped, HandWritten, Separate, adaptive, awake, run, tokens
+from temperature_runs import (
+    Decoder,
+    DropConnect,
+    Explicit,
+    Fused,
+    Grouped,
+    HandWritten,
+    Restless,
+    Separate,
+    adaptive,
+    awake,
+    run,
+    tokens,
+)
 from torch import Tensor, nn
 
-from lightning_attn import AdaptiveTemperature
-from lightning_attn.temperature import CosineTemperature
+from lightning_attn import AdaptiveTemperature, AttentionWarning, QKClip
+from lightning_attn.temperature import CosineTemperature, HoldLogitScale
 
 SCHEDULES: dict[str, Any] = {
     "constant": 3.0,
@@ -133,6 +150,44 @@ def test_a_healthy_run_is_bit_identical(model_class: type[Trained]) -> None:
             torch.equal(mine, theirs)
             for mine, theirs in zip(watched.state_dict().values(), plain.state_dict().values(), strict=True)
         )
+
+
+WATCHING: dict[str, Callable[[], pl.Callback]] = {
+    "asleep": lambda: adaptive(HoldLogitScale(wakes_at=1e5), every_n_steps=1),
+    "dry run": lambda: adaptive(8.0, dry_run=True),
+    "one": lambda: adaptive(1.0),
+    "never clips": lambda: QKClip(1e6, print_summary=False),
+}
+
+
+@pytest.mark.parametrize("watching", WATCHING)
+def test_layers_that_draw_numbers_and_keep_averages_go_on_as_if_nothing_had_been(watching: str) -> None:
+    runs = []
+    for callbacks in ([], [WATCHING[watching]()]):
+        model = Decoder(Restless)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AttentionWarning)  # it is no site that is left alone
+            run(model, *callbacks)
+        random = (torch.get_rng_state(), python_random.getstate(), numpy.random.get_state()[1].tolist())
+        calls = [layer.calls for layer in model.modules() if isinstance(layer, DropConnect)]
+        runs.append((model.losses, model.gradients, dict(model.state_dict()), calls, random))
+    plain, watched = runs
+    torch.testing.assert_close(watched[:3], plain[:3], rtol=0, atol=0)
+    assert watched[3] == plain[3]
+    assert torch.equal(watched[4][0], plain[4][0]) and watched[4][1:] == plain[4][1:]
+
+
+def test_folding_leaves_what_a_layer_remembers_alone() -> None:
+    model = Decoder(Restless)
+    seen: list[dict[str, Any]] = []
+
+    class Last(pl.Callback):
+        def on_train_end(self, *_: object) -> None:
+            seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+
+    run(model, Last(), adaptive(2.0))
+    torch.testing.assert_close(dict(model.named_buffers()), seen[0], rtol=0, atol=0)
+    assert not any(block.q_proj._forward_hooks for block in model.blocks)  # so it is folded
 
 
 def test_what_a_bias_adds_to_logits_drives_no_temperature() -> None:

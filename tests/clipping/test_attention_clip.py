@@ -10,6 +10,7 @@ import pytest
 import torch
 from clipping_models import HEADS, LENGTH, WIDTH, Biased, Fused, GroupedFused, Normalised, OfTorch, Separate, grown
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_attn import AttentionObserver
 from lightning_attn.clipping import AttentionClip, HeadClip
@@ -238,6 +239,43 @@ def test_queries_that_are_keys_too_are_refused() -> None:
     clip = AttentionClip(model)
     clip.find(lambda: model(tokens))
     assert not clip.sites
+
+
+class AddedBehind(Separate):
+    """Queries or keys are added to what the attention gives."""
+
+    def __init__(self, added: str) -> None:
+        super().__init__()
+        self.added = added
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + getattr(self, self.added)(tokens)
+
+
+class AddedBefore(AddedBehind):
+    """The same, by a layer that runs once."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        made = {name: getattr(self, name)(tokens) for name in ("query", "key", "value")}
+        split = (channels.unflatten(-1, (HEADS, -1)).transpose(1, 2) for channels in made.values())
+        mixed = functional.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+        return self.out(mixed + made[self.added])
+
+
+@pytest.mark.parametrize("kind", [AddedBehind, AddedBefore])
+def test_keys_that_something_else_reads_are_left_alone(kind: type[AddedBehind]) -> None:
+    model, tokens = grown(kind("key")), hidden()
+    clip, clips, changed = clipped(model, lambda: model(tokens))
+    assert clip.sites["(root)"].keys is None and "and nothing else" in clip.sites["(root)"].reason
+    assert clips and set(changed) == {"query.weight", "query.bias"}
+
+
+@pytest.mark.parametrize("kind", [AddedBehind, AddedBefore])
+def test_queries_that_something_else_reads_are_refused(kind: type[AddedBehind]) -> None:
+    model, tokens = kind("query"), hidden()
+    clip = AttentionClip(model)
+    clip.find(lambda: model(tokens))
+    assert not clip.sites and "read by something else" in clip.refused["(root)"]
 
 
 @pytest.mark.parametrize("sign", [-1, 1], ids=["ALiBi", "positive"])

@@ -210,6 +210,85 @@ def test_what_no_layer_makes_alone_is_refused(attention: type[Attention]) -> Non
     assert "make them by one `nn.Linear`" in temperature.refused[FIRST]
 
 
+class ReadElsewhere(Separate):
+    """What leaves the attention depends on its queries in another way as well.
+
+    Args:
+        way: ``"added"`` (Set Transformer), ``"gate"``, ``"gate before zeros"``, or ``"given too"``.
+        form: see `Attention`.
+    """
+
+    def __init__(self, way: str, form: str = "sdpa") -> None:
+        super().__init__(form)
+        self.way = way
+        if way == "gate before zeros":
+            nn.init.zeros_(self.out.weight)
+
+    def forward(self, tokens: Tensor) -> Any:
+        query, key, value = self.parts(tokens)
+        if self.form == "sdpa":
+            query = query / self.temperature_H[:, None, None].to(query.dtype)
+            mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+        else:
+            logits = query @ key.mT / self.temperature_H[:, None, None].to(query.dtype) / HEAD**0.5
+            weights = logits.softmax(-1) if self.form == "softmax" else logits.exp() / logits.exp().sum(-1, True)
+            mixed = functional.dropout(weights, self.dropout, self.training) @ value
+        if self.way == "added":
+            mixed = mixed + query
+        elif self.way.startswith("gate"):
+            mixed = mixed * query.sigmoid()
+        mixed = self.out(mixed.transpose(1, 2).flatten(2))
+        return (mixed, query.transpose(1, 2).flatten(2)) if self.way == "given too" else mixed
+
+
+@pytest.mark.parametrize("way", ["added", "gate", "gate before zeros"])
+def test_queries_that_something_else_reads_are_refused(way: str) -> None:
+    model = made(lambda: ReadElsewhere(way))
+    with nothing_left(model):
+        temperature = found(model, run)
+    assert temperature.sites == {}
+    assert "read by something else than its attention" in temperature.refused[FIRST]
+    assert "an `nn.Linear` of its own" in temperature.refused[FIRST]
+
+
+def test_queries_that_are_given_beside_what_is_computed_are_refused() -> None:
+    attention = made(lambda: ReadElsewhere("given too")).blocks[0].attention
+    temperature = found(attention, run)
+    assert "read by something else than its attention" in temperature.refused["(root)"]
+
+
+@pytest.mark.parametrize("form", ["softmax", "exponentials"])
+@pytest.mark.parametrize("way", ["added", "gate"])
+def test_where_logits_are_written_out_keys_serve_in_the_place_of_such_queries(way: str, form: str) -> None:
+    model = made(lambda: ReadElsewhere(way, form))
+    hot = made(lambda: ReadElsewhere(way, form))
+    temperature = found(model, run)
+    for site in temperature.sites:
+        assert temperature.sites[site].projection.name == f"{site}.key"
+        temperature.set_temperatures(site, TEMPERATURES)
+        hot.get_submodule(site).temperature_H = torch.tensor(TEMPERATURES)
+    ours, theirs = (outputs_and_gradients(one, run) for one in (model, hot))
+    assert len(temperature.sites) == 2
+    assert_same(ours, theirs, 1e-10)
+
+
+class TellsItsLogits(Separate):
+    """Gives its logits, and its keys for a cache, beside what it computes, as x-transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__("softmax")
+
+    def forward(self, tokens: Tensor) -> Any:
+        query, key, value = self.parts(tokens)
+        logits = query @ key.mT
+        return self.out((logits.softmax(-1) @ value).transpose(1, 2).flatten(2)), {"logits": logits, "cache": (key,)}
+
+
+def test_logits_and_keys_that_are_given_are_nothing_else() -> None:
+    attention = made(TellsItsLogits).blocks[0].attention
+    assert list(found(attention, run).sites) == ["(root)"]
+
+
 def test_a_weight_of_several_modules_is_refused() -> None:
     model = made(Separate)
     model.blocks[1].attention.query.weight = model.blocks[0].attention.query.weight
