@@ -25,7 +25,7 @@ from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.temperature.attention_temperature import AttentionTemperature
 from lightning_attn.temperature.governor import TemperatureGovernor
-from lightning_attn.temperature.plan import Control, TemperaturePlan
+from lightning_attn.temperature.plan import Controls, TemperaturePlan
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -83,7 +83,7 @@ class AdaptiveTemperature(Callback):
 
     def __init__(
         self,
-        control: dict[str, Control] | Control | None = None,
+        control: Controls | None = None,
         start: int | str | list[str] = 0,
         every_n_steps: int | dict[int, int] = 10,
         sites: str | list[str] | None = None,

@@ -17,6 +17,10 @@ from lightning_attn.temperature.schedules import (
 #: What a user may say: a closed loop, a schedule, a constant temperature, or a function of the step.
 Control: TypeAlias = TemperatureControl | TemperatureSchedule | float | Callable[[int], float]
 
+#: One for all sites, or by patterns of sites. LightningCLI takes the first that fits: it would read the ``class_path``
+#: and ``init_args`` of a class as a mapping, and write a mapping as a function.
+Controls: TypeAlias = TemperatureControl | TemperatureSchedule | float | dict[str, Control] | Callable[[int], float]
+
 
 class TemperaturePlan:
     """The controls of all sites.
