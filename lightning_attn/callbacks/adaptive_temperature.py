@@ -160,6 +160,10 @@ class AdaptiveTemperature(Callback):
         """Whether the temperatures of a site are those of this callback, if it is one."""
         return self._subscription.request.sites.match(site) and self._plan.governs(site)
 
+    def may_divide(self, site: str) -> bool:
+        """Whether it divides the queries of a site in this run, or has yet to find out whether it can."""
+        return self.governs(site) and (self._governor is None or site not in self._governor.temperature.refused)
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Learn what a checkpoint is loaded for."""
         self._is_evaluating = stage != "fit"
