@@ -70,7 +70,7 @@ class AdaptiveTemperature(Callback):
     Raises:
         MisconfigurationException: if an argument is not allowed, a pattern matches no module of the model, the strategy
             shards parameters in a way in which they cannot be changed by rows, or ``start`` waits for warnings and
-            nothing warns.
+            nothing warns, or for a kind of them that nothing gives.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -314,6 +314,8 @@ class AdaptiveTemperature(Callback):
                 "`start` waits for an early warning, and the Trainer has no AttentionEarlyWarning among its callbacks; "
                 "add one, or let `start` be a step."
             )
+        with misconfiguration():
+            self._start.check(board.rules)
         return self._start.has_come(step, board)
 
     def _state(self, governor: TemperatureGovernor) -> dict[str, Any]:
