@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,9 +36,9 @@ class AdaptiveTemperature(Callback):
     """Divides each head's logits by a temperature ``τ`` that keeps them where they should be: ``Q Kᵀ / (τ √d)``.
 
     Where logits grow until the softmax passes no gradient, a run stalls. By default the deviation of each head's logits
-    is measured every 10 optimiser steps, and the temperature of a head rises so far that it stays at 4; a head that
-    never exceeds it keeps the temperature 1, and a run of such heads its losses to the last digit. Or temperatures
-    follow a schedule.
+    is measured every 10 optimiser steps, and nothing is done until that of a head is above 10 or about to be: such a
+    run keeps its losses to the last digit. From then on the temperature of every head rises so far that its logits
+    deviate by at most 3 (`lightning_attn.temperature.HoldLogitScale`). Or temperatures follow a schedule.
 
     The queries are divided where their projection makes them, so that nothing else is: no bias, no mask, no key.
     Training, validation and tests see it alike. The model that is saved or leaves training is an ordinary one: in every
@@ -48,8 +49,9 @@ class AdaptiveTemperature(Callback):
     Args:
         control: what temperatures follow: a closed loop (`lightning_attn.temperature.HoldLogitScale`, `HoldEntropy`), a
             schedule over optimiser steps (`ConstantTemperature`, `CosineTemperature`, …), a number, a function of the
-            step, or a mapping to these from glob patterns of sites, of which the first that matches counts; ``None``
-            for ``HoldLogitScale()``.
+            step (all ranks follow that of rank zero), or a mapping to these from glob patterns of sites, of which the
+            first that matches counts; ``None`` for ``HoldLogitScale()``. What fails, or gives no temperature, leaves
+            temperatures as they are.
         start: when that begins: an optimiser step; or with the first early warning of a run that is at least so severe
             (``"info"``, ``"warning"``, ``"critical"``), or comes from one of the named rules, which takes an
             `AttentionEarlyWarning` beside it.
@@ -63,7 +65,7 @@ class AdaptiveTemperature(Callback):
             ``default_root_dir`` unless it is an absolute path; ``None`` for none.
         print_summary: whether the temperatures are printed when training ends.
         dry_run: measure, decide and log, and change nothing.
-        strict: raise a fault in a statistic; by default it is reported, and its site left alone.
+        strict: raise a fault in a statistic or a control; by default it is reported, and its site left alone.
         compiled: what becomes of compiled modules while they are measured; see `AttentionMonitor`.
         max_overhead: the share of the training time that captures may take; see `AttentionMonitor`.
 
@@ -107,6 +109,8 @@ class AdaptiveTemperature(Callback):
             self._subscription = Subscription(Request.of(sites, statistics, max_sequences, 1, strict, compiled))
             if heat_map_every_n_steps is not None:
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", " or None")
+            if not isinstance(dry_run, bool):
+                raise ValueError(f"`dry_run` must be True or False, got {dry_run!r}.")
             self._log = TemperatureLog(file, heat_map_every_n_steps, print_summary, dry_run)
         self._is_dry = dry_run
         # Not what may be changed when a run goes on.
@@ -273,7 +277,13 @@ class AdaptiveTemperature(Callback):
         joins: WhoJoins = "alone" if trainer.world_size == 1 else None
         temperature = AttentionTemperature(pl_module, list(sites), process_group=joins)
         temperature.follow(averaged_models(trainer))
-        self._governor = TemperatureGovernor(temperature, self._plan, self._is_dry)
+        self._governor = TemperatureGovernor(
+            temperature,
+            self._plan,
+            self._is_dry,
+            None if self._subscription.request.strict else self._warn_of_failure,
+            None if trainer.world_size == 1 else trainer.strategy.broadcast,
+        )
         if self._loaded is None and trainer.global_step > 0:
             self._loaded = self._kept  # the same Trainer goes on
         if self._loaded is not None:
@@ -302,9 +312,13 @@ class AdaptiveTemperature(Callback):
 
     def _look(self, governor: TemperatureGovernor, snapshot: Snapshot) -> None:
         """Decide on temperatures, and say what has woken a loop that slept."""
-        for loop, site, head in governor.look(snapshot):
+        for woken in governor.look(snapshot):
             if snapshot.step > 0:
-                self._log.say(f"head {head} of {site} wakes it at step {snapshot.step}; {loop}.")
+                head = f"head {woken.head} of {woken.site}"
+                self._log.say(f"{head} wakes it at step {snapshot.step} ({woken.reason}); {woken.loop}.")
+
+    def _warn_of_failure(self, sites: Sequence[str], what: str) -> None:
+        self._log.warn(f"the temperature of {some(sites)} {what}")
 
     def _has_come(self, trainer: pl.Trainer, step: int) -> bool:
         """Whether it is time to switch on."""

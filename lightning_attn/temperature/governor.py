@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +15,12 @@ from lightning_attn.temperature.attention_temperature import AttentionTemperatur
 from lightning_attn.temperature.change import TemperatureChange
 from lightning_attn.temperature.control import TemperatureControl
 from lightning_attn.temperature.plan import TemperaturePlan
+from lightning_attn.temperature.schedules import TemperatureSchedule, checked
 from lightning_attn.temperature.site_temperature import SiteTemperature
 from lightning_attn.temperature.waking import Waking, Woken
+
+#: What a schedule gives on this rank: a temperature, or why there is none.
+Given: TypeAlias = float | str
 
 
 class TemperatureGovernor:
@@ -29,12 +33,26 @@ class TemperatureGovernor:
         temperature: the temperatures of the model.
         plan: what they follow.
         is_dry: decide, and do nothing.
+        report: is told once of each control that fails, with its sites, whose temperatures stay as they are; ``None``
+            to have it raise.
+        of_first_rank: gives what the first rank gives to it; every rank must come.
     """
 
-    def __init__(self, temperature: AttentionTemperature, plan: TemperaturePlan, is_dry: bool = False) -> None:
+    def __init__(
+        self,
+        temperature: AttentionTemperature,
+        plan: TemperaturePlan,
+        is_dry: bool = False,
+        report: Callable[[Sequence[str], str], None] | None = None,
+        of_first_rank: Callable[[list[Given]], list[Given]] | None = None,
+    ) -> None:
         self.temperature = temperature
         self._plan = plan
         self._is_dry = is_dry
+        self._report = report
+        self._of_first_rank = of_first_rank
+        #: The controls whose failure was told.
+        self._failed: list[TemperatureControl | TemperatureSchedule] = []
         self._waking = Waking(plan)
         #: What a dry run would have set, by sites.
         self._imagined: dict[str, Tensor] = {}
@@ -46,7 +64,7 @@ class TemperatureGovernor:
     def log_temperatures(self, site: str) -> Tensor:
         """What a site has, or would have if this were not dry: see `SiteTemperature.log_temperatures`."""
         held = self.temperature.sites[site].log_temperatures
-        return self._imagined.get(site, torch.zeros_like(held)) if self._is_dry else held
+        return self._imagined.get(site, held) if self._is_dry else held
 
     def temperatures(self) -> dict[str, list[float]]:
         """The temperature of each head of each site."""
@@ -62,13 +80,55 @@ class TemperatureGovernor:
             step: the optimiser step that begins.
             started_at: the one at which they were switched on.
         """
+        given = self._given(step - started_at)
+        sites: dict[int, list[str]] = {}
         for site, held in self.temperature.sites.items():
             schedule = self._plan.schedule_of(site)
-            if schedule is not None:
-                wanted = torch.full_like(held.log_temperatures, math.log(schedule(step - started_at)))
-                decided = self._decided(step, held, wanted)
+            if schedule is None:
+                continue
+            sites.setdefault(id(schedule), []).append(site)
+            value = given[id(schedule)]
+            if isinstance(value, float):
+                decided = self._decided(step, held, torch.full_like(held.log_temperatures, math.log(value)))
                 if decided is not None:
                     self._do(*decided)
+        for schedule in self._plan.schedules:
+            value = given[id(schedule)]
+            if isinstance(value, str) and id(schedule) in sites:
+                self._tell(schedule, sites[id(schedule)], step, value)
+
+    def _given(self, step: int) -> dict[int, Given]:
+        """What the schedules give, the same on all ranks, by their identities: a user's may have no hash."""
+        schedules = self._plan.schedules
+        given = {id(schedule): self._value(schedule, step) for schedule in schedules}
+        own = [id(schedule) for schedule in schedules if not schedule.is_same_on_ranks]
+        if own and self._of_first_rank is not None:
+            given |= zip(own, self._of_first_rank([given[one] for one in own]), strict=True)
+        if self._report is None:
+            for schedule in schedules:
+                value = given[id(schedule)]
+                if isinstance(value, str):
+                    raise ValueError(f"{schedule!r} gave no temperature: {value}")
+        return given
+
+    @staticmethod
+    def _value(schedule: TemperatureSchedule, step: int) -> Given:
+        try:
+            return checked(schedule(step), f"the temperature at step {step}")
+        except Exception as error:  # it may be anybody's
+            return f"{type(error).__name__}: {error}"
+
+    def _tell(
+        self, control: TemperatureControl | TemperatureSchedule, sites: Sequence[str], step: int, cause: str
+    ) -> None:
+        """Say that a control has failed."""
+        if self._report is not None and not any(control is failed for failed in self._failed):
+            self._failed.append(control)
+            self._report(
+                sites,
+                f"stays as it is at step {step}, and wherever this comes again: {control!r} failed "
+                f"({cause.rstrip('.')}).",
+            )
 
     def wake(self) -> None:
         """Wake all loops that sleep."""
@@ -82,11 +142,20 @@ class TemperatureGovernor:
         """
         loops = {site: self._plan.loop_of(site) for site in self.temperature.sites if site in snapshot.heads}
         read = {site: self._read(loop, site, snapshot) for site, loop in loops.items() if loop is not None}
-        woken = self._waking.look(read)
-        for site, of_site in read.items():
-            loop = loops[site]
-            if loop is not None and self._waking.is_awake(loop):
-                self._decide(loop, self.temperature.sites[site], of_site, snapshot.step)
+        woken: list[Woken] = []
+        for loop in self._plan.loops:
+            of_loop = {site: read[site] for site in read if loops[site] is loop}
+            try:
+                woken += self._waking.look(loop, of_loop)
+                if self._waking.is_awake(loop):
+                    for site, of_site in of_loop.items():
+                        self._decide(loop, self.temperature.sites[site], of_site, snapshot.step)
+            except Exception as error:  # it may be anybody's
+                if self._report is None:
+                    raise
+                for site in of_loop:
+                    self._waiting.pop(site, None)
+                self._tell(loop, list(of_loop), snapshot.step, f"{type(error).__name__}: {error}")
         return woken
 
     def act(self, step: int) -> None:
@@ -150,7 +219,9 @@ class TemperatureGovernor:
             scale = [value if math.isfinite(value) else None for value in (read["logit_std"] * now.exp()).tolist()]
         else:
             now = held.log_temperatures  # what a dry run would have made of it cannot be told: it says the first move
-        moved = loop.moved(now.expand(held.heads), read)
+        moved = loop.moved(now.expand(held.heads), read).to("cpu", torch.float64)
+        if moved.shape != (held.heads,) or not bool(moved.isfinite().all()):
+            raise ValueError(f"it moves {held.heads} temperatures of {held.site} to {moved.exp().tolist()}")
         if held.is_shared:  # what the hottest head needs
             moved = moved.max().reshape(1)
         decided = self._decided(step, held, moved, scale)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -21,7 +24,14 @@ from torch.nn import functional
 
 from lightning_attn import AdaptiveTemperature
 from lightning_attn.callbacks import temperature_log
-from lightning_attn.temperature import ConstantTemperature, CosineTemperature, HoldEntropy, HoldLogitScale
+from lightning_attn.temperature import (
+    ConstantTemperature,
+    CosineTemperature,
+    HoldEntropy,
+    HoldLogitScale,
+    TemperatureControl,
+    TemperatureSchedule,
+)
 
 SITES = ("blocks.0", "blocks.1")
 
@@ -120,6 +130,7 @@ def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
 def test_what_wakes_a_loop_is_said(said: list[str]) -> None:
     run(Hot(scale=12.0), callback := adaptive(HoldLogitScale(3.0, 4.0), every_n_steps=1), steps=12)
     woken = [text for text in said if "wakes it" in text]
+    assert re.search(r"head \d of blocks.\d wakes it at step \d+ \(raw scale [\d.]+ after [\d.]+ at the meas", woken[0])
     assert len(woken) == 1 and max(map(max, callback.temperatures.values())) > 1
     said.clear()
     run(Hot(), adaptive(HoldLogitScale(3.0, 1000.0), every_n_steps=1), steps=6)
@@ -259,6 +270,9 @@ def test_of_healthy_runs_too(tmp_path: Path) -> None:
         ({"control": 0.0}, "control"),
         ({"control": "hold"}, "control"),
         ({"control": {}}, "control"),
+        ({"control": HoldLogitScale}, "control"),
+        ({"control": CosineTemperature}, "control"),
+        ({"dry_run": "no"}, "dry_run"),
         ({"control": {"": 2.0}}, "sites"),
         ({"start": -1}, "start"),
         ({"every_n_steps": 0}, "every_n_steps"),
@@ -285,16 +299,68 @@ def test_patterns_that_no_module_has(arguments: dict[str, Any]) -> None:
         run(Hot(), adaptive(**arguments))
 
 
-def test_a_function_that_gives_no_temperature_says_when() -> None:
-    with pytest.raises(ValueError, match="the temperature at step 3"):
-        run(Hot(), adaptive(lambda step: 3.0 - step))
+class Fails(TemperatureSchedule):
+    """Without a hash, as a dataclass has none."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, step: int) -> float:
+        return 1.5 if step < 3 else 0.0
+
+
+class FailingLoop(TemperatureControl):
+    statistics = ("logit_std",)
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(0.5, 2.0)
+        self.given = given
+
+    def error(self, log_temperatures: Tensor, read: Any) -> Tensor:
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
+
+    def __str__(self) -> str:
+        return "fails"
+
+
+@pytest.mark.parametrize(
+    ("control", "cause", "last"),
+    [
+        (lambda step: 3.0 - step, "the temperature at step 3", 1.0),
+        (lambda step: 1 / (step - 3) if step == 3 else 1.5, "ZeroDivisionError", 1.5),
+        (lambda step: math.nan if step > 2 else 1.5, "got nan", 1.5),
+        (lambda step: None, "got None", 1.0),
+        (Fails(), "got 0.0", 1.5),
+        (FailingLoop(RuntimeError("no idea")), "RuntimeError: no idea", 1.0),
+        (FailingLoop(torch.zeros(3)), "RuntimeError", 1.0),
+    ],
+)
+def test_a_control_that_fails_leaves_the_temperature_and_is_told_of_once(control: Any, cause: str, last: float) -> None:
+    with hearing() as warned:
+        run(model := Hot(), callback := adaptive(control, every_n_steps=1), steps=7)
+    (message,) = warned
+    assert message.startswith("AdaptiveTemperature: the temperature of blocks.0, blocks.1 stays as it is at step ")
+    assert cause in message and len(model.losses) == 7
+    assert all(values == pytest.approx([last] * HEADS) for values in callback.temperatures.values())
+    with pytest.raises((ValueError, RuntimeError)):
+        run(model := Hot(), adaptive(control, strict=True), steps=7)
+    assert len(model.losses) < 7
+    assert not any(module._forward_hooks or module._state_dict_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.0), np.float32(2.0), np.int64(2), 2])
+def test_numbers_of_torch_and_numpy_are_temperatures(number: Any) -> None:
+    for control in (lambda step: number, number):
+        run(Hot(), callback := adaptive(control))
+        assert callback.temperatures["blocks.0"] == pytest.approx([2.0] * HEADS)
 
 
 def test_nothing_is_left_after_that(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     model = Hot()
     with pytest.raises(ValueError, match="step 3"):
-        run(model, adaptive(lambda step: 3.0 - step))
+        run(model, adaptive(lambda step: 3.0 - step, strict=True))
     assert not any(module._forward_hooks or module._state_dict_hooks for module in model.modules())
 
 
