@@ -248,6 +248,7 @@ class AdaptiveTemperature(Callback):
             return
         if self._governor.has_changes:
             self._log.write(trainer, self._schedule.step, self._governor)
+        self._log.draw_last(trainer, self._schedule.step, self._governor.temperatures())
         if self._governor.temperature.is_spread:
             self._kept = self._state(self._governor)
 
@@ -377,6 +378,16 @@ class AdaptiveTemperature(Callback):
                 "that was saved before."
             )
         self._search.forget()
+        broken = [
+            site
+            for site, held in temperature.sites.items()
+            if held.projection.is_broken and bool(held.log_temperatures.any())
+        ]
+        if broken:
+            self._log.warn(
+                f"the query projections of {some(broken)} have weights that are not finite at the end of training: the "
+                "run has diverged; go on from a checkpoint that was saved before."
+            )
         left = temperature.fold()
         self._left = temperature if left else None
         self._log.end(trainer, self._temperatures, left)

@@ -58,6 +58,10 @@ class TemperatureGovernor:
         self._imagined: dict[str, Tensor] = {}
         #: What was decided and not done, by sites: logarithms of temperatures, and the record of it.
         self._waiting: dict[str, tuple[Tensor, TemperatureChange]] = {}
+        #: The last of each site that wants to go beyond a limit at which it is, not taken by anybody.
+        self._held_back: dict[str, TemperatureChange] = {}
+        #: The highest raw scale that was read and not taken by anybody.
+        self._highest_scale: float | None = None
         #: What was done and not taken by anybody.
         self._done: dict[str, TemperatureChange] = {}
 
@@ -142,6 +146,7 @@ class TemperatureGovernor:
         """
         loops = {site: self._plan.loop_of(site) for site in self.temperature.sites if site in snapshot.heads}
         read = {site: self._read(loop, site, snapshot) for site, loop in loops.items() if loop is not None}
+        self._note_scales(read)
         woken: list[Woken] = []
         for loop in self._plan.loops:
             of_loop = {site: read[site] for site in read if loops[site] is loop}
@@ -184,10 +189,23 @@ class TemperatureGovernor:
         self._done = {site: change for site, change in self._done.items() if site in guessed}
         return [_of_heads(change, sites[change.site].heads) for change in taken if change.site in sites]
 
+    def take_held_back(self) -> list[TemperatureChange]:
+        """Which sites want to go beyond a limit at which they are: moves that changed nothing since this was called."""
+        sites, guessed = self.temperature.sites, self.temperature.guessed
+        taken = [move for site, move in self._held_back.items() if site in sites and site not in guessed]
+        self._held_back.clear()
+        return [_of_heads(move, sites[move.site].heads) for move in taken]
+
+    def take_highest_scale(self) -> float | None:
+        """The highest raw scale that was read since this was last asked; ``None`` where none was."""
+        taken, self._highest_scale = self._highest_scale, None
+        return taken
+
     def state_dict(self) -> dict[str, Any]:
         """What was decided or done and not taken up, in plain values and tensors."""
         return {
             "waking": self._waking.state_dict(),
+            "highest_scale": self._highest_scale,
             "imagined": dict(self._imagined),
             "waiting": {site: (allowed, change.to_dict()) for site, (allowed, change) in self._waiting.items()},
             "done": {site: change.to_dict() for site, change in self._done.items()},
@@ -196,6 +214,7 @@ class TemperatureGovernor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint left off."""
         self._waking.load_state_dict(state["waking"])
+        self._highest_scale = state["highest_scale"]
         self._imagined = dict(state["imagined"])
         self._waiting = {
             site: (allowed, TemperatureChange.from_dict(values)) for site, (allowed, values) in state["waiting"].items()
@@ -211,6 +230,17 @@ class TemperatureGovernor:
             # What a dry run would have made of the deviation that it did not change.
             read["logit_std"] = products * (held.log_temperatures - self.log_temperatures(site)).exp()
         return read
+
+    def _note_scales(self, read: Mapping[str, Mapping[str, Tensor]]) -> None:
+        scales = [
+            value
+            for site, of_site in read.items()
+            if "logit_std" in of_site
+            for value in (of_site["logit_std"] * self.log_temperatures(site).exp()).tolist()
+            if math.isfinite(value)
+        ]
+        before = [] if self._highest_scale is None else [self._highest_scale]
+        self._highest_scale = max([*scales, *before], default=None)
 
     def _decide(self, loop: TemperatureControl, held: SiteTemperature, read: Mapping[str, Tensor], step: int) -> None:
         """Decide what a loop makes of what it has read."""
@@ -237,11 +267,16 @@ class TemperatureGovernor:
         low, high = math.log(self._plan.min_temperature), math.log(self._plan.max_temperature)
         allowed = wanted.clamp(low, high)
         now = self.log_temperatures(held.site)
-        if torch.equal(allowed, now):
+        is_limited, is_still = allowed != wanted, torch.equal(allowed, now)
+        if is_still and not bool(is_limited.any()):
             return None
-        limited = (allowed != wanted).expand(held.heads).nonzero()[:, 0].tolist()
+        limited = is_limited.expand(held.heads).nonzero()[:, 0].tolist()
         before, after = (values.exp().expand(held.heads).tolist() for values in (now, allowed))
-        return allowed, TemperatureChange(step, held.site, before, after, scale, tuple(limited))
+        change = TemperatureChange(step, held.site, before, after, scale, tuple(limited))
+        if is_still:
+            self._held_back[held.site] = change
+            return None
+        return allowed, change
 
     def _do(self, allowed: Tensor, change: TemperatureChange) -> None:
         if self._is_dry:
@@ -255,7 +290,8 @@ class TemperatureGovernor:
 def _of_heads(change: TemperatureChange, heads: int) -> TemperatureChange:
     """A record with as many values as a site has heads."""
     before, after = (values * heads if len(values) == 1 else values for values in (change.before, change.after))
-    return replace(change, before=before, after=after)
+    limited = tuple(range(heads)) if change.limited and len(change.after) == 1 else change.limited
+    return replace(change, before=before, after=after, limited=limited)
 
 
 def _values(snapshot: Snapshot, site: str, statistic: str) -> Tensor:

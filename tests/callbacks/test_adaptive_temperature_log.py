@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -119,8 +120,13 @@ def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
     run(Hot(), adaptive(2.0, start=3), steps=6)
     assert said == [
         "AdaptiveTemperature: switched on at step 3; ConstantTemperature(temperature=2.0).",
-        "AdaptiveTemperature: from step 3 on blocks.0 has temperature 2.",
-        "AdaptiveTemperature: from step 3 on blocks.1 has temperature 2.",
+        "AdaptiveTemperature: from step 3 on blocks.0, blocks.1 have temperature 2.",
+    ]
+    said.clear()
+    run(Hot(), adaptive({"blocks.0": 2.0, "*": 3.0}), steps=2)
+    assert said == [
+        "AdaptiveTemperature: from step 0 on blocks.0 has temperature 2.",
+        "AdaptiveTemperature: from step 0 on blocks.1 has temperature 3.",
     ]
     said.clear()
     run(Decoder(), adaptive())
@@ -149,11 +155,34 @@ def test_a_limit_is_said_once_of_each_head() -> None:
 
 
 def test_a_lower_limit_and_that_of_a_course_blame_no_weights() -> None:
-    for control in (awake(100.0, lower=50.0), ConstantTemperature(0.2)):
+    for control, messages in ((awake(100.0, lower=50.0), 2), (ConstantTemperature(0.2), 1)):
         with hearing() as warned:
             run(Hot(scale=1.0), adaptive(control, min_temperature=0.5), steps=9)
-        assert len(warned) == 2 and all("limit of 0.5 and goes no farther." in text for text in warned)
+        assert len(warned) == messages and all("limit of 0.5 and goes no farther." in text for text in warned)
         assert not any("learning rate" in text for text in warned)
+
+
+class OneColdHead(Hot):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.blocks[0].q_proj.weight[: WIDTH // HEADS] *= 1e-3
+
+
+def test_heads_at_different_limits_are_told_apart() -> None:
+    control = {"blocks.0": awake(4.0, lower=3.9), "*": 1.0}
+    with hearing() as warned:
+        run(OneColdHead(), adaptive(control, min_temperature=0.99, max_temperature=1.01, every_n_steps=1))
+    at = {text.split(" of blocks.0 ")[0].split("temperature of ")[1]: text for text in warned}
+    assert set(at) == {"head 0", "head 1, 2, 3"}
+    assert "limit of 0.99 and" in at["head 0"] and "limit of 1.01 and" in at["head 1, 2, 3"]
+
+
+def test_a_loop_that_may_not_move_at_all_says_so() -> None:
+    with hearing() as warned:
+        run(Hot(), callback := adaptive(awake(1.0), max_temperature=1.0, every_n_steps=1))
+    assert len(warned) == 2 and all("has come to its limit of 1 and goes no farther" in text for text in warned)
+    assert all(values == [1.0] * HEADS for values in callback.temperatures.values()) and not Path(FILE).exists()
 
 
 class Unfindable(Separate):
@@ -253,7 +282,41 @@ def test_scalars_and_heat_maps(tmp_path: Path) -> None:
         "share_changed": 1.0,
     }
     assert [event.step for event in board.Images(f"{prefix}_heads/temperature")] == [1, 5, 9]
+    assert [event.step for event in board.Scalars(f"{prefix}/highest_raw_scale")] == [1, 3, 5, 7, 9]
     assert f"{prefix}/max" in (tmp_path / "c" / "metrics.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"control": HoldLogitScale(3.0, 1e6)}, {"control": awake(1.0), "max_temperature": 1.0}, {"dry_run": True}],
+    ids=["asleep", "at its limit", "dry"],
+)
+def test_the_raw_scale_is_logged_at_every_measurement(arguments: dict[str, Any], tmp_path: Path) -> None:
+    run(Hot(), adaptive(**arguments), logger=TensorBoardLogger(tmp_path, name="", version="t"), steps=8)
+    board = EventAccumulator(str(tmp_path / "t"))
+    board.Reload()
+    scales = board.Scalars("attention_temperature/highest_raw_scale")
+    assert [event.step for event in scales] == [1, 3, 5, 7] and min(event.value for event in scales) > 5
+
+
+def test_a_last_heat_map_is_of_the_end(tmp_path: Path) -> None:
+    run(Hot(), adaptive(awake(1.0)), logger=TensorBoardLogger(tmp_path, name="", version="t"), steps=6)
+    board = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0})
+    board.Reload()
+    assert [event.step for event in board.Images("attention_temperature_heads/temperature")] == [1, 6]
+
+
+def test_weights_that_are_not_finite_are_told_of_and_nothing_is_left_on_them() -> None:
+    class Breaks(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, model: Any) -> None:
+            with torch.no_grad():
+                model.blocks[1].q_proj.weight[3, 4] = math.nan
+
+    with hearing() as warned:
+        run(model := Hot(), adaptive(3.0), Breaks())
+    (message,) = warned
+    assert "query projections of blocks.1 have weights that are not finite" in message
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_of_healthy_runs_too(tmp_path: Path) -> None:

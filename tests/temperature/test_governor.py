@@ -88,6 +88,16 @@ def test_a_loop_sleeps_until_a_head_wakes_it_and_holds_all_from_then_on() -> Non
     assert woken_at_once.temperatures()[SITE][0] > 1
 
 
+def test_a_loop_that_is_held_back_says_so_where_nothing_changes() -> None:
+    governed = governor(awake(4.0), max_temperature=1.0)
+    governed.look(seen(40.0, 2.0))
+    governed.act(1)
+    assert governed.take_changes() == []
+    (move,) = governed.take_held_back()
+    assert move.limited == (0,) and move.before == move.after == [1.0, 1.0] and governed.take_held_back() == []
+    assert governed.take_highest_scale() == 40.0 and governed.take_highest_scale() is None
+
+
 def test_the_hottest_head_is_named_with_what_has_woken_the_loop() -> None:
     governed = governor(HoldLogitScale(4.0, 10.0))
     (woken,) = governed.look(seen(11.0, 12.0))
