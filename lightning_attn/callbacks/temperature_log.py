@@ -116,7 +116,7 @@ class TemperatureLog:
             if every is not None and (last is None or step - last >= every):
                 self._last_heat_map = step
                 _draw(trainer, step, temperatures)
-        new = [change for change in changes if change.site not in self._moved]
+        new = [change for change in changes if change.heads and change.site not in self._moved]
         self._moved.update(change.site for change in new)
         for message in _first_words(new):
             self.say(message)

@@ -129,6 +129,8 @@ def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
         "AdaptiveTemperature: from step 0 on blocks.1 has temperature 3.",
     ]
     said.clear()
+    run(Hot(), adaptive(lambda step: 2.0 if step == 1 else 1.0), steps=6)  # between two lines it was there and back
+    assert said == []
     run(Decoder(), adaptive())
     assert said == []
 
