@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -26,7 +27,7 @@ from lightning_attn.request import Request
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.temperature.attention_temperature import AttentionTemperature
 from lightning_attn.temperature.governor import TemperatureGovernor
-from lightning_attn.temperature.plan import Control, TemperaturePlan
+from lightning_attn.temperature.plan import Controls, TemperaturePlan
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,9 +37,9 @@ class AdaptiveTemperature(Callback):
     """Divides each head's logits by a temperature ``τ`` that keeps them where they should be: ``Q Kᵀ / (τ √d)``.
 
     Where logits grow until the softmax passes no gradient, a run stalls. By default the deviation of each head's logits
-    is measured every 10 optimiser steps, and the temperature of a head rises so far that it stays at 4; a head that
-    never exceeds it keeps the temperature 1, and a run of such heads its losses to the last digit. Or temperatures
-    follow a schedule.
+    is measured every 10 optimiser steps, and nothing is done until that of a head is above 10 or about to be: such a
+    run keeps its losses to the last digit. From then on the temperature of every head rises so far that its logits
+    deviate by at most 3 (`lightning_attn.temperature.HoldLogitScale`). Or temperatures follow a schedule.
 
     The queries are divided where their projection makes them, so that nothing else is: no bias, no mask, no key.
     Training, validation and tests see it alike. The model that is saved or leaves training is an ordinary one: in every
@@ -49,8 +50,9 @@ class AdaptiveTemperature(Callback):
     Args:
         control: what temperatures follow: a closed loop (`lightning_attn.temperature.HoldLogitScale`, `HoldEntropy`), a
             schedule over optimiser steps (`ConstantTemperature`, `CosineTemperature`, …), a number, a function of the
-            step, or a mapping to these from glob patterns of sites, of which the first that matches counts; ``None``
-            for ``HoldLogitScale()``.
+            step (all ranks follow that of rank zero), or a mapping to these from glob patterns of sites, of which the
+            first that matches counts; ``None`` for ``HoldLogitScale()``. What fails, or gives no temperature, leaves
+            temperatures as they are.
         start: when that begins: an optimiser step; or with the first early warning of a run that is at least so severe
             (``"info"``, ``"warning"``, ``"critical"``), or comes from one of the named rules, which takes an
             `AttentionEarlyWarning` beside it.
@@ -64,14 +66,14 @@ class AdaptiveTemperature(Callback):
             ``default_root_dir`` unless it is an absolute path; ``None`` for none.
         print_summary: whether the temperatures are printed when training ends.
         dry_run: measure, decide and log, and change nothing.
-        strict: raise a fault in a statistic; by default it is reported, and its site left alone.
+        strict: raise a fault in a statistic or a control; by default it is reported, and its site left alone.
         compiled: what becomes of compiled modules while they are measured; see `AttentionMonitor`.
         max_overhead: the share of the training time that captures may take; see `AttentionMonitor`.
 
     Raises:
         MisconfigurationException: if an argument is not allowed, a pattern matches no module of the model, the strategy
             shards parameters in a way in which they cannot be changed by rows, or ``start`` waits for warnings and
-            nothing warns.
+            nothing warns, or for a kind of them that nothing gives.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -84,7 +86,7 @@ class AdaptiveTemperature(Callback):
 
     def __init__(
         self,
-        control: dict[str, Control] | Control | None = None,
+        control: Controls | None = None,
         start: int | str | list[str] = 0,
         every_n_steps: int | dict[int, int] = 10,
         sites: str | list[str] | None = None,
@@ -108,6 +110,8 @@ class AdaptiveTemperature(Callback):
             self._subscription = Subscription(Request.of(sites, statistics, max_sequences, 1, strict, compiled))
             if heat_map_every_n_steps is not None:
                 check_positive(heat_map_every_n_steps, "heat_map_every_n_steps", " or None")
+            if not isinstance(dry_run, bool):
+                raise ValueError(f"`dry_run` must be True or False, got {dry_run!r}.")
             self._log = TemperatureLog(file, heat_map_every_n_steps, print_summary, dry_run)
         self._is_dry = dry_run
         # Not what may be changed when a run goes on.
@@ -160,6 +164,10 @@ class AdaptiveTemperature(Callback):
     def governs(self, site: str) -> bool:
         """Whether the temperatures of a site are those of this callback, if it is one."""
         return self._subscription.request.sites.match(site) and self._plan.governs(site)
+
+    def may_divide(self, site: str) -> bool:
+        """Whether it divides the queries of a site in this run, or has yet to find out whether it can."""
+        return self.governs(site) and (self._governor is None or site not in self._governor.temperature.refused)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Learn what a checkpoint is loaded for."""
@@ -241,6 +249,7 @@ class AdaptiveTemperature(Callback):
             return
         if self._governor.has_changes:
             self._log.write(trainer, self._schedule.step, self._governor)
+        self._log.draw_last(trainer, self._schedule.step, self._governor.temperatures())
         if self._governor.temperature.is_spread:
             self._kept = self._state(self._governor)
 
@@ -270,7 +279,13 @@ class AdaptiveTemperature(Callback):
         joins: WhoJoins = "alone" if trainer.world_size == 1 else None
         temperature = AttentionTemperature(pl_module, list(sites), process_group=joins)
         temperature.follow(averaged_models(trainer))
-        self._governor = TemperatureGovernor(temperature, self._plan, self._is_dry)
+        self._governor = TemperatureGovernor(
+            temperature,
+            self._plan,
+            self._is_dry,
+            None if self._subscription.request.strict else self._warn_of_failure,
+            None if trainer.world_size == 1 else trainer.strategy.broadcast,
+        )
         if self._loaded is None and trainer.global_step > 0 and self in _ENDED.get(trainer, ()):
             self._loaded = self._kept  # the same Trainer goes on
         if self._loaded is not None:
@@ -299,9 +314,13 @@ class AdaptiveTemperature(Callback):
 
     def _look(self, governor: TemperatureGovernor, snapshot: Snapshot) -> None:
         """Decide on temperatures, and say what has woken a loop that slept."""
-        for loop, site, head in governor.look(snapshot):
+        for woken in governor.look(snapshot):
             if snapshot.step > 0:
-                self._log.say(f"head {head} of {site} wakes it at step {snapshot.step}; {loop}.")
+                head = f"head {woken.head} of {woken.site}"
+                self._log.say(f"{head} wakes it at step {snapshot.step} ({woken.reason}); {woken.loop}.")
+
+    def _warn_of_failure(self, sites: Sequence[str], what: str) -> None:
+        self._log.warn(f"the temperature of {some(sites)} {what}")
 
     def _has_come(self, trainer: pl.Trainer, step: int) -> bool:
         """Whether it is time to switch on."""
@@ -311,6 +330,8 @@ class AdaptiveTemperature(Callback):
                 "`start` waits for an early warning, and the Trainer has no AttentionEarlyWarning among its callbacks; "
                 "add one, or let `start` be a step."
             )
+        with misconfiguration():
+            self._start.check(board.rules)
         return self._start.has_come(step, board)
 
     def _state(self, governor: TemperatureGovernor) -> dict[str, Any]:
@@ -359,6 +380,16 @@ class AdaptiveTemperature(Callback):
                 "that was saved before."
             )
         self._search.forget()
+        broken = [
+            site
+            for site, held in temperature.sites.items()
+            if held.projection.is_broken and bool(held.log_temperatures.any())
+        ]
+        if broken:
+            self._log.warn(
+                f"the query projections of {some(broken)} have weights that are not finite at the end of training: the "
+                "run has diverged; go on from a checkpoint that was saved before."
+            )
         left = temperature.fold()
         self._left = temperature if left else None
         self._log.end(trainer, self._temperatures, left)

@@ -167,7 +167,7 @@ class AttentionEarlyWarning(Callback):
             self._log.begin()
             self.warnings.clear()
         self._actions.stopped_for = None
-        WarningBoard.of(trainer).hang(self._key, self.warnings)
+        WarningBoard.of(trainer).hang(self._key, self.warnings, [rule.name for rule in self.rules])
         self._log.open(trainer, self._folder, self.warnings)
 
     def on_train_batch_start(

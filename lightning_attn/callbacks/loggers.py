@@ -35,8 +35,17 @@ def log_scalars(trainer: pl.Trainer, tagged: Mapping[str, float], step: int) -> 
         logger.log_metrics(metrics, step=step)
 
 
-def log_heat_maps(trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
-    """Draw every statistic of a snapshot in TensorBoard, as ``<prefix>_heads/<statistic>``; faults if there are any."""
+def log_heat_maps(
+    trainer: pl.Trainer, snapshot: Snapshot, prefix: str, spans: tuple[float, float] | None = None
+) -> None:
+    """Draw every statistic of a snapshot in TensorBoard, as ``<prefix>_heads/<statistic>``; faults if there are any.
+
+    Args:
+        trainer: whose loggers.
+        snapshot: the snapshot.
+        prefix: what all tags begin with.
+        spans: see `heat_map`.
+    """
     writers = _tensorboard_writers(trainer)
     if not writers:
         return
@@ -46,7 +55,7 @@ def log_heat_maps(trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
         is_fault = statistic in known and known[statistic].is_fault
         if summary is None or (is_fault and summary.max == 0):
             continue
-        picture = heat_map(snapshot, statistic)
+        picture = heat_map(snapshot, statistic, spans)
         for writer in writers:
             writer.add_image(f"{prefix}_heads/{statistic}", picture, snapshot.step, dataformats="HWC")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
 
+from lightning_attn.callbacks.adaptive_temperature import AdaptiveTemperature
 from lightning_attn.callbacks.clip_log import ClipLog, listed
 from lightning_attn.callbacks.loggers import output_folder
 from lightning_attn.callbacks.misconfiguration import misconfiguration
@@ -183,7 +184,8 @@ class QKClip(Callback):
         if snapshot:
             self._schedule.settle(self._subscription.number)
             self._find(trainer, clip, snapshot)
-            self._keep_largest(clip, snapshot)
+            self._say_what_is_left_alone(clip)
+            self._keep_largest(trainer, clip, snapshot)
         if self._schedule.batch_ends(trainer, was_watched=self._is_due, was_captured=bool(snapshot)):
             self._act(trainer, clip)
 
@@ -212,8 +214,6 @@ class QKClip(Callback):
         )
         if given_up:
             self._log.warn(f"{listed(given_up)}: its queries could not be told in {TRIES} captures; not clipped.")
-        for reason, sites in _by_reason(clip.refused).items():
-            self._log.warn(f"{listed(sites)} cannot be clipped: {reason}.")
         biased = [site for site, held in clip.sites.items() if max(held.largest_bias) >= self._threshold]
         if biased:
             self._log.warn(
@@ -224,8 +224,18 @@ class QKClip(Callback):
         for reason, sites in _by_reason(queries_alone).items():
             self._log.info(f"only the queries of {listed(sites)} will be clipped: {reason}.")
 
-    def _keep_largest(self, clip: AttentionClip, snapshot: Snapshot) -> None:
+    def _say_what_is_left_alone(self, clip: AttentionClip) -> None:
+        clip.leave_divided()
+        for reason, sites in _by_reason(clip.refused).items():
+            self._log.warn(f"{listed(sites)} cannot be clipped: {reason}.")
+
+    def _keep_largest(self, trainer: pl.Trainer, clip: AttentionClip, snapshot: Snapshot) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        # It looks for queries when this batch ends, as this callback does, and perhaps after it.
+        dividing = [callback for callback in callbacks if isinstance(callback, AdaptiveTemperature)]
         for site in snapshot.sites:
+            if any(callback.may_divide(site) for callback in dividing):
+                continue
             if site in clip.sites and len(snapshot[site, "max_logit"]) == clip.sites[site].heads:
                 seen = [_finite(value) for value in snapshot[site, "max_logit"]]
                 before = self._largest.get(site, seen)

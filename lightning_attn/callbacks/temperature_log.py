@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_attn.callbacks.loggers import log_heat_maps, log_scalars
 from lightning_attn.callbacks.run_file import RunFile, checked_name, file_path
 from lightning_attn.callbacks.snapshot_log import MAX_TAGS
+from lightning_attn.callbacks.temperature_search import some
 from lightning_attn.capture.report import AttentionWarning
 from lightning_attn.snapshot import Snapshot
 from lightning_attn.temperature.change import TemperatureChange
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _PREFIX = "attention_temperature"
-#: So many heads are named in a message.
-_NAMED = 4
+#: So many heads are named in a message, and so many sites without their number.
+_NAMED, _NAMED_SITES = 4, 3
+#: The colours of heat maps tell at least these temperatures apart: those of a run that is left alone, and of a hot one.
+_SPANS = (1.0, 10.0)
 
 
 class TemperatureLog:
@@ -108,13 +111,23 @@ class TemperatureLog:
             self._file.add(change.to_dict() for change in changes)
         self._lines += len(changes)
         if temperatures:
-            log_scalars(trainer, _scalars(temperatures, changes), step)
-            self._draw(trainer, step, temperatures)
-        for change in changes:
-            if change.site not in self._moved:
-                self._moved.add(change.site)
-                self.say(_first_words(change))
-            self._tell_limits(change)
+            log_scalars(trainer, _scalars(temperatures, governor.take_highest_scale()), step)
+            every, last = self._heat_map_every_n_steps, self._last_heat_map
+            if every is not None and (last is None or step - last >= every):
+                self._last_heat_map = step
+                _draw(trainer, step, temperatures)
+        new = [change for change in changes if change.heads and change.site not in self._moved]
+        self._moved.update(change.site for change in new)
+        for message in _first_words(new):
+            self.say(message)
+        self._tell_limits([*changes, *governor.take_held_back()])
+
+    def draw_last(self, trainer: pl.Trainer, step: int, temperatures: Mapping[str, list[float]]) -> None:
+        """Draw the temperatures at the end of training, unless that was just done."""
+        if self._heat_map_every_n_steps is not None and self._last_heat_map != step and temperatures:
+            _draw(
+                trainer, step, temperatures
+            )  # not kept as the last: a run that goes on draws as if it had never ended
 
     def end(self, trainer: pl.Trainer, temperatures: Mapping[str, list[float]], left: Mapping[str, str]) -> None:
         """Sum up.
@@ -142,34 +155,42 @@ class TemperatureLog:
         print(f"\n{self._name}: temperatures of {len(changed)} of {len(heads)} heads{where}:")
         print("\n".join(lines) + more)
 
-    def _tell_limits(self, change: TemperatureChange) -> None:
-        new = [head for head in change.limited if (change.site, head) not in self._limited]
-        if not new:
-            return
-        self._limited.update((change.site, head) for head in new)
-        limit = change.after[new[0]]
+    def _tell_limits(self, changes: Sequence[TemperatureChange]) -> None:
+        """Say which heads have come to a limit: all at once where whole sites have come to one as a schedule has it."""
+        whole: dict[tuple[int, float], list[str]] = {}
+        for change in changes:
+            by_limit: dict[float, list[int]] = {}
+            for head in change.limited:
+                if (change.site, head) not in self._limited:
+                    self._limited.add((change.site, head))
+                    by_limit.setdefault(change.after[head], []).append(head)
+            for limit, heads in by_limit.items():
+                if change.scale is None and len(heads) == len(change.after):
+                    whole.setdefault((change.step, limit), []).append(change.site)
+                else:
+                    self._tell_limit(change.step, f"head {_listed(heads)} of {change.site}", limit, change.scale)
+        for (step, limit), sites in whole.items():
+            self._tell_limit(step, _several(sites), limit, None)
+
+    def _tell_limit(self, step: int, whose: str, limit: float, scale: Sequence[float | None] | None) -> None:
         why = ""
-        if change.scale is not None and limit > 1:
+        if scale is not None and limit > 1:
             why = (
                 " Its weights grow faster than a temperature makes up for: lower the learning rate, or normalise "
                 "queries and keys."
             )
         self.warn(
-            f"at step {change.step} the temperature of head {_listed(new)} of {change.site} has come to its limit of "
-            f"{limit:.4g} and goes no farther.{why}"
+            f"at step {step} the temperature of {whose} has come to its limit of {limit:.4g} and goes no farther.{why}"
         )
 
-    def _draw(self, trainer: pl.Trainer, step: int, temperatures: Mapping[str, list[float]]) -> None:
-        every, last = self._heat_map_every_n_steps, self._last_heat_map
-        if every is None or (last is not None and step - last < every):
-            return
-        self._last_heat_map = step
-        values = torch.tensor([[value for of_site in temperatures.values() for value in of_site]], dtype=torch.float64)
-        heads = {site: len(of_site) for site, of_site in temperatures.items()}
-        log_heat_maps(trainer, Snapshot(step, heads, ("temperature",), values), _PREFIX)
+
+def _draw(trainer: pl.Trainer, step: int, temperatures: Mapping[str, list[float]]) -> None:
+    values = torch.tensor([[value for of_site in temperatures.values() for value in of_site]], dtype=torch.float64)
+    heads = {site: len(of_site) for site, of_site in temperatures.items()}
+    log_heat_maps(trainer, Snapshot(step, heads, ("temperature",), values), _PREFIX, spans=_SPANS)
 
 
-def _scalars(temperatures: Mapping[str, list[float]], changes: Sequence[TemperatureChange]) -> dict[str, float]:
+def _scalars(temperatures: Mapping[str, list[float]], highest_scale: float | None) -> dict[str, float]:
     heads = [value for values in temperatures.values() for value in values]
     tagged = {
         f"{_PREFIX}/min": min(heads),
@@ -177,18 +198,30 @@ def _scalars(temperatures: Mapping[str, list[float]], changes: Sequence[Temperat
         f"{_PREFIX}/max": max(heads),
         f"{_PREFIX}/share_changed": sum(value != 1 for value in heads) / len(heads),
     }
-    scales = [value for change in changes for value in change.scale or [] if value is not None]
-    if scales:
-        tagged[f"{_PREFIX}/highest_raw_scale"] = max(scales)
+    if highest_scale is not None:
+        tagged[f"{_PREFIX}/highest_raw_scale"] = highest_scale
     if len(temperatures) <= MAX_TAGS:
         tagged |= {f"{_PREFIX}/site/{site}": max(values) for site, values in temperatures.items()}
     return tagged
 
 
-def _first_words(change: TemperatureChange) -> str:
+def _first_words(changes: Sequence[TemperatureChange]) -> list[str]:
+    """What is said of sites that move for the first time; of those together that one schedule moves."""
+    together: dict[tuple[int, float], list[str]] = {}
+    alone = []
+    for change in changes:
+        if change.scale is None and len(change.heads) == len(change.after) and len(set(change.after)) == 1:
+            together.setdefault((change.step, change.after[0]), []).append(change.site)
+        else:
+            alone.append(_words_of(change))
+    return [
+        f"from step {step} on {_several(sites)} {'has' if len(sites) == 1 else 'have'} temperature {value:.3g}."
+        for (step, value), sites in together.items()
+    ] + alone
+
+
+def _words_of(change: TemperatureChange) -> str:
     heads = change.heads
-    if change.scale is None and len({change.after[head] for head in heads}) == 1 and len(heads) == len(change.after):
-        return f"from step {change.step} on {change.site} has temperature {change.after[0]:.3g}."
     named = ", ".join(
         f"head {head} {change.after[head]:.3g}"
         + (
@@ -200,6 +233,10 @@ def _first_words(change: TemperatureChange) -> str:
     )
     more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
     return f"at step {change.step} temperatures of {change.site} begin to move: {named}{more}."
+
+
+def _several(sites: Sequence[str]) -> str:
+    return some(sites) if len(sites) <= _NAMED_SITES else f"{len(sites)} sites ({some(sites)})"
 
 
 def _listed(heads: Sequence[int]) -> str:

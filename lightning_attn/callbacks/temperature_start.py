@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 from lightning_attn.warning.early_warning import SEVERITIES, EarlyWarning
 from lightning_attn.warning.rules import built_in_rules
@@ -38,6 +39,25 @@ class TemperatureStart:
     def waits_for_warnings(self) -> bool:
         """Whether it depends on early warnings."""
         return self._step is None
+
+    def check(self, rules: Sequence[str]) -> None:
+        """Refuse to wait for what never comes.
+
+        Args:
+            rules: the names of the rules that are held against the run.
+
+        Raises:
+            ValueError: if it waits for warnings of a kind that there is not.
+        """
+        known = [*SEVERITIES, *rules]
+        for kind in self._kinds:
+            if kind not in known:
+                near = get_close_matches(kind.lower(), known, n=1)
+                meant = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(
+                    f"`start` must be a step from 0 on, a severity of {list(SEVERITIES)}, or names of rules that are "
+                    f"held against the run, {list(rules)}, got {kind!r}{meant}"
+                )
 
     def has_come(self, step: int, warnings: Iterable[EarlyWarning]) -> bool:
         """Whether it is time.

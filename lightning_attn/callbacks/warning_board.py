@@ -17,6 +17,7 @@ class WarningBoard:
 
     def __init__(self) -> None:
         self._warnings: dict[str, Sequence[EarlyWarning]] = {}
+        self._rules: dict[str, Sequence[str]] = {}
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> WarningBoard:
@@ -26,12 +27,23 @@ class WarningBoard:
             board = _BOARDS[trainer] = cls()
         return board
 
-    def hang(self, key: str, warnings: Sequence[EarlyWarning]) -> None:
-        """Hang out a list of warnings, which may grow, in the place of what hung there under that key."""
-        self._warnings[key] = warnings
+    def hang(self, key: str, warnings: Sequence[EarlyWarning], rules: Sequence[str]) -> None:
+        """Hang out a list of warnings, which may grow, in the place of what hung there under that key.
+
+        Args:
+            key: whose it is.
+            warnings: the list.
+            rules: the names of the rules that they may come from.
+        """
+        self._warnings[key], self._rules[key] = warnings, rules
 
     def __iter__(self) -> Iterator[EarlyWarning]:
         return (warning for warnings in self._warnings.values() for warning in warnings)
+
+    @property
+    def rules(self) -> list[str]:
+        """The names of the rules that anybody holds against the run."""
+        return list(dict.fromkeys(name for of_key in self._rules.values() for name in of_key))
 
     @property
     def has_owner(self) -> bool:

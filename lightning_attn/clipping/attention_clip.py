@@ -115,6 +115,13 @@ class AttentionClip:
         self._leave_alone_what_serves_several()
         return {site for site, finding in queries.items() if finding.is_for_later}
 
+    def leave_divided(self) -> None:
+        """Leave those sites alone from now on whose queries `AdaptiveTemperature` has come to divide."""
+        for site, held in list(self.sites.items()):
+            if _has_temperatures(held.queries.module):
+                del self.sites[site]
+                self.refused[site] = _HAS_TEMPERATURES
+
     def clips(
         self, step: int, max_logits: Mapping[str, Sequence[float | None]], threshold: float, alpha: float = 0.5
     ) -> list[HeadClip]:

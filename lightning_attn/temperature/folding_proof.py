@@ -26,7 +26,8 @@ def fold_proven(projection: QueryProjection, multiplier_O: Tensor) -> str:
         Why they were put back; nothing where they were not.
     """
     parameters = [projection.tensor(part) for part in projection.parameters]
-    if projection.kind == "packed" or any(map(is_spread, parameters)):
+    # Where parameters are not finite nothing is to be proven, and nothing to be lost.
+    if projection.kind == "packed" or any(map(is_spread, parameters)) or projection.is_broken:
         fold(projection, multiplier_O)
         return ""
     before = [parameter.detach().clone() for parameter in parameters]

@@ -17,6 +17,10 @@ from lightning_attn.temperature.schedules import (
 #: What a user may say: a closed loop, a schedule, a constant temperature, or a function of the step.
 Control: TypeAlias = TemperatureControl | TemperatureSchedule | float | Callable[[int], float]
 
+#: One for all sites, or by patterns of sites. LightningCLI takes the first that fits: it would read the ``class_path``
+#: and ``init_args`` of a class as a mapping, and write a mapping as a function.
+Controls: TypeAlias = TemperatureControl | TemperatureSchedule | float | dict[str, Control] | Callable[[int], float]
+
 
 class TemperaturePlan:
     """The controls of all sites.
@@ -60,9 +64,14 @@ class TemperaturePlan:
         return tuple(control for _, control in self._controls if isinstance(control, TemperatureControl))
 
     @property
+    def schedules(self) -> tuple[TemperatureSchedule, ...]:
+        """The functions of the step."""
+        return tuple(control for _, control in self._controls if isinstance(control, TemperatureSchedule))
+
+    @property
     def has_schedules(self) -> bool:
         """Whether temperatures of some sites are functions of the step."""
-        return any(isinstance(control, TemperatureSchedule) for _, control in self._controls)
+        return bool(self.schedules)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -93,10 +102,12 @@ class TemperaturePlan:
 def _control(given: Control) -> TemperatureControl | TemperatureSchedule:
     if isinstance(given, (TemperatureControl, TemperatureSchedule)):
         return given
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return ConstantTemperature(checked(given, "control"))
+    if isinstance(given, type):
+        raise ValueError(f"`control` must be an instance, not a class: {given.__name__}(…), got {given!r}.")
     if callable(given):
         return FunctionTemperature(given)
+    if hasattr(given, "__float__") and not isinstance(given, bool):
+        return ConstantTemperature(checked(given, "control"))
     raise ValueError(
         f"`control` must be a TemperatureControl, a TemperatureSchedule, a temperature, a function of the step, or a "
         f"mapping to these from patterns of sites, got {given!r}."

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_attn.capture.spread import is_spread
+
 if TYPE_CHECKING:
     from lightning_attn.capture.call import AttentionCall
 
@@ -95,6 +97,12 @@ class QueryProjection:
     def makes_zeros(self) -> bool:
         """Whether its parameters are nothing but zeros, so that nothing tells what it makes."""
         return bool(self.parameters) and not any(bool(self.tensor(part).any()) for part in self.parameters)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its parameters are infinite or NaN; of those that ranks have divided this is not asked."""
+        held = [self.tensor(part) for part in self.parameters]
+        return any(not is_spread(parameter) and not bool(parameter.isfinite().all()) for parameter in held)
 
     def tensor(self, part: ScaledParameter) -> Tensor:
         """The parameter itself; while a sharded module computes, what stands in its place."""

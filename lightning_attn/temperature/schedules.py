@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping
 
 
 class TemperatureSchedule(ABC):
-    """The temperature of all heads of a site at each optimiser step, counted from when it is switched on."""
+    """The temperature of all heads of a site at each optimiser step, counted from when it is switched on.
+
+    A call that fails, or gives what is no temperature, leaves the temperature as it was.
+    """
+
+    #: Whether it gives the same on all ranks; otherwise these have what rank zero has, told at each step.
+    is_same_on_ranks: bool = False
 
     @abstractmethod
     def __call__(self, step: int) -> float:
@@ -29,6 +35,8 @@ class ConstantTemperature(TemperatureSchedule):
     Raises:
         ValueError: if it is not positive.
     """
+
+    is_same_on_ranks = True
 
     def __init__(self, temperature: float) -> None:
         self.temperature = checked(temperature, "temperature")
@@ -54,6 +62,8 @@ class LinearTemperature(TemperatureSchedule):
         >>> schedule(0), schedule(50), schedule(1000)
         (2.0, 1.5, 1.0)
     """
+
+    is_same_on_ranks = True
 
     def __init__(self, start: float, end: float, steps: int) -> None:
         self.start = checked(start, "start")
@@ -122,6 +132,8 @@ class PiecewiseTemperature(TemperatureSchedule):
         >>> PiecewiseTemperature({0: 3.0, 100: 1.0})(50)
         2.0
     """
+
+    is_same_on_ranks = True
 
     def __init__(self, temperatures: dict[int, float], is_linear: bool = True) -> None:
         if not isinstance(temperatures, Mapping) or not temperatures:
@@ -207,6 +219,8 @@ class LogLength(TemperatureSchedule):
         0.3206
     """
 
+    is_same_on_ranks = True
+
     def __init__(self, length: int, gamma: float = 1.0) -> None:
         if not isinstance(length, int) or length < 2:
             raise ValueError(f"`length` must be an integer of at least 2, got {length!r}.")
@@ -242,10 +256,14 @@ def checked(temperature: float, name: str) -> float:
     Raises:
         ValueError: if it is not positive and finite.
     """
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if not is_number or not 0 < temperature < math.inf:
+    is_number = hasattr(temperature, "__float__") and not isinstance(temperature, bool)
+    try:
+        value = float(temperature) if is_number else math.nan  # also of torch and NumPy
+    except (TypeError, ValueError, RuntimeError):  # it has several
+        value = math.nan
+    if not 0 < value < math.inf:
         raise ValueError(f"`{name}` must be positive and finite, got {temperature!r}.")
-    return float(temperature)
+    return value
 
 
 def _checked_steps(steps: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_attn.temperature.control import TemperatureControl
@@ -17,6 +19,23 @@ class Woken(NamedTuple):
     loop: TemperatureControl
     site: str
     head: int
+    #: What was read of it.
+    read: dict[str, float]
+    #: The same at the measurement before, where there was one.
+    before: dict[str, float] | None
+
+    @property
+    def reason(self) -> str:
+        """What has woken it, in a few words."""
+        after = "" if self.before is None else " after {} at the measurement before"
+        return ", ".join(
+            f"{_CALLED.get(name, name)} {value:.3g}" + after.format(f"{(self.before or {}).get(name, math.nan):.3g}")
+            for name, value in self.read.items()
+        )
+
+
+#: The deviation of logits while all temperatures are 1.
+_CALLED = {"logit_std": "raw scale"}
 
 
 class Waking:
@@ -41,35 +60,44 @@ class Waking:
         """Whether a loop is awake."""
         return any(self._plan.loops[number] is loop for number in self._awake)
 
-    def look(self, read: Mapping[str, Mapping[str, Tensor]]) -> list[Woken]:
-        """Wake the loops of which a head does so.
+    def look(self, loop: TemperatureControl, read: Mapping[str, Mapping[str, Tensor]]) -> list[Woken]:
+        """Wake a loop that sleeps if a head does so.
 
         Args:
-            read: what the loops read of each site.
+            loop: it.
+            read: what it reads of each of its sites.
 
         Returns:
-            The first such head of each.
+            Of such heads the hottest, that whose temperature has the longest way to go.
         """
-        woken = []
-        for number, loop in enumerate(self._plan.loops):
-            if number in self._awake:
-                continue
-            sites = [site for site in read if self._plan.loop_of(site) is loop]
-            heads = (
-                Woken(loop, site, head)
-                for site in sites
-                for head in loop.wakes(read[site], self._before.get(site)).nonzero()[:, 0].tolist()
-            )
-            first = next(heads, None)
-            for site in sites:
-                if first is None:
-                    self._before[site] = dict(read[site])
-                else:
-                    self._before.pop(site, None)
-            if first is not None:
-                self._awake.add(number)
-                woken.append(first)
-        return woken
+        number = next(number for number, one in enumerate(self._plan.loops) if one is loop)
+        if number in self._awake:
+            return []
+        heads = [
+            (self._urgency(loop, of_site, head), Woken(loop, site, head, *self._of_head(site, of_site, head)))
+            for site, of_site in read.items()
+            for head in loop.wakes(of_site, self._before.get(site)).nonzero()[:, 0].tolist()
+        ]
+        if not heads:
+            self._before |= {site: dict(of_site) for site, of_site in read.items()}
+            return []
+        for site in read:
+            self._before.pop(site, None)
+        self._awake.add(number)
+        return [max(heads, key=lambda one: one[0])[1]]
+
+    @staticmethod
+    def _urgency(loop: TemperatureControl, read: Mapping[str, Tensor], head: int) -> float:
+        cool = torch.zeros(len(next(iter(read.values()))), dtype=torch.float64)
+        error = float(loop.error(cool, read).expand_as(cool)[head])
+        return -math.inf if math.isnan(error) else error
+
+    def _of_head(
+        self, site: str, read: Mapping[str, Tensor], head: int
+    ) -> tuple[dict[str, float], dict[str, float] | None]:
+        before = self._before.get(site)
+        now = {name: float(values[head]) for name, values in read.items()}
+        return now, None if before is None else {name: float(values[head]) for name, values in before.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers, in plain values and tensors."""

@@ -27,19 +27,22 @@ _SHORTEST_BAR = 40
 _INK, _FAINT, _PAPER = (20, 20, 20), (225, 225, 225), (255, 255, 255)
 
 
-def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
+def heat_map(snapshot: Snapshot, statistic: str, spans: tuple[float, float] | None = None) -> npt.NDArray[np.uint8]:
     """Draw one statistic of every head, with the name of each site, the number of each head, and a scale.
 
     Args:
         snapshot: the snapshot, with at least one site.
         statistic: a statistic in it.
+        spans: for colours by the logarithm of positive values, from at least as low to at least as high as this;
+            ``None`` for colours by the values themselves.
 
     Returns:
         An RGB picture of shape (height, width, 3). Heads without a value are grey. A statistic of sites has one column.
     """
     matrix = snapshot.matrix(statistic).numpy()
-    low, high = _limits(statistic, matrix)
-    colours = _colours(matrix, low, high)
+    low, high = _limits(statistic, matrix) if spans is None else _wider(spans, matrix)
+    scaled = (lambda values: values) if spans is None else np.log
+    colours = _colours(scaled(matrix), scaled(low), scaled(high))
     sites, heads = matrix.shape
     font = _font()
     names = [name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :] for name in snapshot.sites]
@@ -70,7 +73,7 @@ def heat_map(snapshot: Snapshot, statistic: str) -> npt.NDArray[np.uint8]:
                 ink = _INK if colours[row, head] @ [0.3, 0.6, 0.1] > 130 else _PAPER
                 centre = (left + head * cell + cell // 2, _TITLE + row * _ROW + _ROW // 2)
                 draw.text(centre, _short(value), ink, font, anchor="mm")
-    gradient = _colours(np.linspace(high, low, 64)[:, None], low, high)
+    gradient = _colours(np.linspace(1, 0, 64)[:, None], 0, 1)
     picture.paste(Image.fromarray(gradient).resize((_BAR, bar_end - _TITLE)), (bar, _TITLE))
     for text, y, anchor in zip(scale, (_TITLE, bar_end), ("la", "ld"), strict=True):
         draw.text((bar + _BAR + _MARGIN // 2, y), text, _INK, font, anchor=anchor)
@@ -97,6 +100,11 @@ def _limits(statistic: str, matrix: npt.NDArray[np.float64]) -> tuple[float, flo
     if not present.size or (registered is not None and registered.range == (0, 1)):
         return 0.0, 1.0
     return min(0.0, float(present.min())), float(present.max())
+
+
+def _wider(spans: tuple[float, float], matrix: npt.NDArray[np.float64]) -> tuple[float, float]:
+    present = matrix[np.isfinite(matrix)]
+    return min(spans[0], *present.tolist()), max(spans[1], *present.tolist())
 
 
 def _colours(matrix: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
+import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -21,7 +25,14 @@ from torch.nn import functional
 
 from lightning_attn import AdaptiveTemperature
 from lightning_attn.callbacks import temperature_log
-from lightning_attn.temperature import ConstantTemperature, CosineTemperature, HoldEntropy, HoldLogitScale
+from lightning_attn.temperature import (
+    ConstantTemperature,
+    CosineTemperature,
+    HoldEntropy,
+    HoldLogitScale,
+    TemperatureControl,
+    TemperatureSchedule,
+)
 
 SITES = ("blocks.0", "blocks.1")
 
@@ -109,10 +120,17 @@ def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
     run(Hot(), adaptive(2.0, start=3), steps=6)
     assert said == [
         "AdaptiveTemperature: switched on at step 3; ConstantTemperature(temperature=2.0).",
-        "AdaptiveTemperature: from step 3 on blocks.0 has temperature 2.",
-        "AdaptiveTemperature: from step 3 on blocks.1 has temperature 2.",
+        "AdaptiveTemperature: from step 3 on blocks.0, blocks.1 have temperature 2.",
     ]
     said.clear()
+    run(Hot(), adaptive({"blocks.0": 2.0, "*": 3.0}), steps=2)
+    assert said == [
+        "AdaptiveTemperature: from step 0 on blocks.0 has temperature 2.",
+        "AdaptiveTemperature: from step 0 on blocks.1 has temperature 3.",
+    ]
+    said.clear()
+    run(Hot(), adaptive(lambda step: 2.0 if step == 1 else 1.0), steps=6)  # between two lines it was there and back
+    assert said == []
     run(Decoder(), adaptive())
     assert said == []
 
@@ -120,6 +138,7 @@ def test_it_is_said_once_of_each_site_that_it_moves(said: list[str]) -> None:
 def test_what_wakes_a_loop_is_said(said: list[str]) -> None:
     run(Hot(scale=12.0), callback := adaptive(HoldLogitScale(3.0, 4.0), every_n_steps=1), steps=12)
     woken = [text for text in said if "wakes it" in text]
+    assert re.search(r"head \d of blocks.\d wakes it at step \d+ \(raw scale [\d.]+ after [\d.]+ at the meas", woken[0])
     assert len(woken) == 1 and max(map(max, callback.temperatures.values())) > 1
     said.clear()
     run(Hot(), adaptive(HoldLogitScale(3.0, 1000.0), every_n_steps=1), steps=6)
@@ -138,11 +157,34 @@ def test_a_limit_is_said_once_of_each_head() -> None:
 
 
 def test_a_lower_limit_and_that_of_a_course_blame_no_weights() -> None:
-    for control in (awake(100.0, lower=50.0), ConstantTemperature(0.2)):
+    for control, messages in ((awake(100.0, lower=50.0), 2), (ConstantTemperature(0.2), 1)):
         with hearing() as warned:
             run(Hot(scale=1.0), adaptive(control, min_temperature=0.5), steps=9)
-        assert len(warned) == 2 and all("limit of 0.5 and goes no farther." in text for text in warned)
+        assert len(warned) == messages and all("limit of 0.5 and goes no farther." in text for text in warned)
         assert not any("learning rate" in text for text in warned)
+
+
+class OneColdHead(Hot):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.blocks[0].q_proj.weight[: WIDTH // HEADS] *= 1e-3
+
+
+def test_heads_at_different_limits_are_told_apart() -> None:
+    control = {"blocks.0": awake(4.0, lower=3.9), "*": 1.0}
+    with hearing() as warned:
+        run(OneColdHead(), adaptive(control, min_temperature=0.99, max_temperature=1.01, every_n_steps=1))
+    at = {text.split(" of blocks.0 ")[0].split("temperature of ")[1]: text for text in warned}
+    assert set(at) == {"head 0", "head 1, 2, 3"}
+    assert "limit of 0.99 and" in at["head 0"] and "limit of 1.01 and" in at["head 1, 2, 3"]
+
+
+def test_a_loop_that_may_not_move_at_all_says_so() -> None:
+    with hearing() as warned:
+        run(Hot(), callback := adaptive(awake(1.0), max_temperature=1.0, every_n_steps=1))
+    assert len(warned) == 2 and all("has come to its limit of 1 and goes no farther" in text for text in warned)
+    assert all(values == [1.0] * HEADS for values in callback.temperatures.values()) and not Path(FILE).exists()
 
 
 class Unfindable(Separate):
@@ -242,7 +284,41 @@ def test_scalars_and_heat_maps(tmp_path: Path) -> None:
         "share_changed": 1.0,
     }
     assert [event.step for event in board.Images(f"{prefix}_heads/temperature")] == [1, 5, 9]
+    assert [event.step for event in board.Scalars(f"{prefix}/highest_raw_scale")] == [1, 3, 5, 7, 9]
     assert f"{prefix}/max" in (tmp_path / "c" / "metrics.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"control": HoldLogitScale(3.0, 1e6)}, {"control": awake(1.0), "max_temperature": 1.0}, {"dry_run": True}],
+    ids=["asleep", "at its limit", "dry"],
+)
+def test_the_raw_scale_is_logged_at_every_measurement(arguments: dict[str, Any], tmp_path: Path) -> None:
+    run(Hot(), adaptive(**arguments), logger=TensorBoardLogger(tmp_path, name="", version="t"), steps=8)
+    board = EventAccumulator(str(tmp_path / "t"))
+    board.Reload()
+    scales = board.Scalars("attention_temperature/highest_raw_scale")
+    assert [event.step for event in scales] == [1, 3, 5, 7] and min(event.value for event in scales) > 5
+
+
+def test_a_last_heat_map_is_of_the_end(tmp_path: Path) -> None:
+    run(Hot(), adaptive(awake(1.0)), logger=TensorBoardLogger(tmp_path, name="", version="t"), steps=6)
+    board = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0})
+    board.Reload()
+    assert [event.step for event in board.Images("attention_temperature_heads/temperature")] == [1, 6]
+
+
+def test_weights_that_are_not_finite_are_told_of_and_nothing_is_left_on_them() -> None:
+    class Breaks(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, model: Any) -> None:
+            with torch.no_grad():
+                model.blocks[1].q_proj.weight[3, 4] = math.nan
+
+    with hearing() as warned:
+        run(model := Hot(), adaptive(3.0), Breaks())
+    (message,) = warned
+    assert "query projections of blocks.1 have weights that are not finite" in message
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_of_healthy_runs_too(tmp_path: Path) -> None:
@@ -259,6 +335,9 @@ def test_of_healthy_runs_too(tmp_path: Path) -> None:
         ({"control": 0.0}, "control"),
         ({"control": "hold"}, "control"),
         ({"control": {}}, "control"),
+        ({"control": HoldLogitScale}, "control"),
+        ({"control": CosineTemperature}, "control"),
+        ({"dry_run": "no"}, "dry_run"),
         ({"control": {"": 2.0}}, "sites"),
         ({"start": -1}, "start"),
         ({"every_n_steps": 0}, "every_n_steps"),
@@ -285,16 +364,68 @@ def test_patterns_that_no_module_has(arguments: dict[str, Any]) -> None:
         run(Hot(), adaptive(**arguments))
 
 
-def test_a_function_that_gives_no_temperature_says_when() -> None:
-    with pytest.raises(ValueError, match="the temperature at step 3"):
-        run(Hot(), adaptive(lambda step: 3.0 - step))
+class Fails(TemperatureSchedule):
+    """Without a hash, as a dataclass has none."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, step: int) -> float:
+        return 1.5 if step < 3 else 0.0
+
+
+class FailingLoop(TemperatureControl):
+    statistics = ("logit_std",)
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(0.5, 2.0)
+        self.given = given
+
+    def error(self, log_temperatures: Tensor, read: Any) -> Tensor:
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
+
+    def __str__(self) -> str:
+        return "fails"
+
+
+@pytest.mark.parametrize(
+    ("control", "cause", "last"),
+    [
+        (lambda step: 3.0 - step, "the temperature at step 3", 1.0),
+        (lambda step: 1 / (step - 3) if step == 3 else 1.5, "ZeroDivisionError", 1.5),
+        (lambda step: math.nan if step > 2 else 1.5, "got nan", 1.5),
+        (lambda step: None, "got None", 1.0),
+        (Fails(), "got 0.0", 1.5),
+        (FailingLoop(RuntimeError("no idea")), "RuntimeError: no idea", 1.0),
+        (FailingLoop(torch.zeros(3)), "RuntimeError", 1.0),
+    ],
+)
+def test_a_control_that_fails_leaves_the_temperature_and_is_told_of_once(control: Any, cause: str, last: float) -> None:
+    with hearing() as warned:
+        run(model := Hot(), callback := adaptive(control, every_n_steps=1), steps=7)
+    (message,) = warned
+    assert message.startswith("AdaptiveTemperature: the temperature of blocks.0, blocks.1 stays as it is at step ")
+    assert cause in message and len(model.losses) == 7
+    assert all(values == pytest.approx([last] * HEADS) for values in callback.temperatures.values())
+    with pytest.raises((ValueError, RuntimeError)):
+        run(model := Hot(), adaptive(control, strict=True), steps=7)
+    assert len(model.losses) < 7
+    assert not any(module._forward_hooks or module._state_dict_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.0), np.float32(2.0), np.int64(2), 2])
+def test_numbers_of_torch_and_numpy_are_temperatures(number: Any) -> None:
+    for control in (lambda step: number, number):
+        run(Hot(), callback := adaptive(control))
+        assert callback.temperatures["blocks.0"] == pytest.approx([2.0] * HEADS)
 
 
 def test_nothing_is_left_after_that(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     model = Hot()
     with pytest.raises(ValueError, match="step 3"):
-        run(model, adaptive(lambda step: 3.0 - step))
+        run(model, adaptive(lambda step: 3.0 - step, strict=True))
     assert not any(module._forward_hooks or module._state_dict_hooks for module in model.modules())
 
 

@@ -32,6 +32,19 @@ from lightning_attn.temperature import CosineTemperature
 FILE = "attention_temperature.jsonl"
 LOOP, COURSE = awake(upper=0.5), CosineTemperature(4.0, 1.5, 4)
 FIRST, SEARCH, STEADY = ["MAX", "gather", "MAX", "SUM"], ["gather"], ["MAX", "SUM"]
+TOLD = ["broadcast_object_list"]
+
+
+def differs(step: int) -> float:
+    if step == 3 and dist.get_rank() == 1:
+        raise ValueError("not here")
+    return 2.0 + step + dist.get_rank()
+
+
+def fails_on_the_first(step: int) -> float:
+    if step >= 3 and dist.get_rank() == 0:
+        raise ValueError("not here")
+    return 2.0 + step
 
 
 def adaptive(control: Any, **arguments: Any) -> AdaptiveTemperature:
@@ -143,6 +156,18 @@ def test_ranks_have_what_one_process_has(
         assert found["said"] == []
         assert found["losses"] == before["losses"][3:]
         assert found["temperatures"] == before["temperatures"] and found["weights"] == before["weights"]
+
+
+def test_a_function_that_differs_is_that_of_the_first_rank(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(trained, "data parallel", EVEN[2], differs, tmp_path / "differs")
+    assert first["temperatures"] == second["temperatures"] and first["weights"] == second["weights"]
+    assert all(value == pytest.approx(7.0) for values in first["temperatures"].values() for value in values)
+    assert first["said"] == second["said"] == []
+    first, second = ranks(trained, "data parallel", EVEN[2], fails_on_the_first, tmp_path / "fails")
+    assert first["temperatures"] == second["temperatures"] and first["weights"] == second["weights"]
+    assert all(value == pytest.approx(4.0) for values in first["temperatures"].values() for value in values)
+    (message,) = first["said"]
+    assert "stays as it is at step 3" in message and "not here" in message and second["said"] == []
 
 
 def distributed_checkpoint(folder: Path) -> dict[str, Any]:
@@ -314,6 +339,7 @@ def collectives_of_batches(watching: str, folder: Path) -> list[list[str]]:
         "nothing": [],
         "loop": [adaptive(LOOP)],
         "schedule": [adaptive(COURSE)],
+        "function": [adaptive(lambda step: 2.0 + step + dist.get_rank())],
         "both": [AttentionMonitor(2, print_summary=False), adaptive(LOOP)],
     }[watching]
     with collectives() as called, hearing():
@@ -323,13 +349,16 @@ def collectives_of_batches(watching: str, folder: Path) -> list[list[str]]:
     return [of_batch.split() for of_batch in of_batches]
 
 
-@pytest.mark.parametrize("watching", ["loop", "schedule", "both"])
+@pytest.mark.parametrize("watching", ["loop", "schedule", "function", "both"])
 def test_a_capture_costs_two_collectives_and_the_search_one_more(
     watching: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     bare = ranks(collectives_of_batches, "nothing", tmp_path)
     watched = ranks(collectives_of_batches, watching, tmp_path)
-    later = [] if watching == "schedule" else STEADY
+    later = [] if watching in ("schedule", "function") else STEADY
     expected = [[*FIRST, *SEARCH], [], later, [], later, []]
+    if watching == "function":
+        # At the start of training and at each step all hear from the first what it says.
+        expected = [[*TOLD, *FIRST, *SEARCH], *[TOLD] * 5]
     for without, found in zip(bare, watched, strict=True):
         assert found == [[*more, *others] for others, more in zip(without, expected, strict=True)]

@@ -48,6 +48,7 @@ def test_at_a_step_and_nothing_is_measured_before_but_for_the_search() -> None:
         ("critical", "warning", "scripted", None),
         ("info", "info", "scripted", 4),
         ("scripted", "info", "scripted", 4),
+        (["critical", "mine"], "info", "mine", 4),
         (["other", "mine"], "info", "mine", 4),
         ("other", "critical", "scripted", None),
     ],
@@ -57,7 +58,7 @@ def test_with_a_warning_of_that_kind_in_either_order(
 ) -> None:
     callback = adaptive(awake(1.0), start=start)
     with hearing():
-        run(Hot(), *[callback, warns([3, 5], severity, name)][::order], steps=8)
+        run(Hot(), *[callback, warns([3, 5], severity, name), warns([], name="other")][::order], steps=8)
     assert callback.started_at == expected
     hot = {value > 1 for values in callback.temperatures.values() for value in values}
     assert hot == ({True} if expected else {False})
@@ -89,6 +90,21 @@ def test_it_begins_with_a_step_also_where_a_warning_comes_in_the_midst_of_one() 
 def test_nobody_warns() -> None:
     with pytest.raises(MisconfigurationException, match=r"`start`.*AttentionEarlyWarning"):
         run(Hot(), adaptive(start="warning"))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("start", "nearest"),
+    [("critcal", "'critical'"), ("Warning", "'warning'"), (["warning", "scriptd"], "'scripted'"), ("logit_growth", "")],
+)
+def test_what_never_comes_is_refused_before_the_first_step(start: Any, nearest: str, order: int) -> None:
+    """Also the name of a rule that is not held against the run."""
+    model = Hot()
+    with pytest.raises(MisconfigurationException, match="`start` must be") as refused:
+        run(model, *[adaptive(start=start), warns([3])][::order])
+    message = str(refused.value)
+    assert "'scripted'" in message and repr(start if isinstance(start, str) else start[-1]) in message
+    assert message.endswith(f"; did you mean {nearest}?" if nearest else ".") and not model.losses
 
 
 @pytest.mark.parametrize("start", [-1, True, "", [], [3], 1.5, None])

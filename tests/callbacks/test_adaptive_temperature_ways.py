@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -329,6 +330,38 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     again = LightningCLI(Plain, args=["--config", str(tmp_path / "printed.yaml")], **arguments)
     (other,) = (one for one in again.trainer.callbacks if isinstance(one, AdaptiveTemperature))
     assert other.state_key == callback.state_key and str(other._plan) == str(callback._plan)
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        (
+            "{class_path: lightning_attn.temperature.HoldLogitScale, init_args: {upper: 4.0, wakes_at: null}}",
+            "holds the logit_std of all heads at most 4",
+        ),
+        ("{class_path: lightning_attn.temperature.SSMax, init_args: {length: 16}}", "SSMax(length=16, gamma=0.43)"),
+        ("{class_path: lightning_attn.temperature.HoldEntropy}", "holds entropy between 0.4 and 0.6"),
+        ("2.5", "ConstantTemperature(temperature=2.5)"),
+        (
+            "{'blocks.*': 3.0, '*': {class_path: lightning_attn.temperature.LogLength, init_args: {length: 8}}}",
+            "ConstantTemperature(temperature=3.0); LogLength(length=8, gamma=1.0)",
+        ),
+        (f"{__name__}.twice", "FunctionTemperature(twice)"),
+    ],
+)
+def test_one_control_in_a_configuration(control: str, expected: str) -> None:
+    """Printed and read again it is the same, as LightningCLI saves it beside a run."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AdaptiveTemperature, "callback")
+    read = parser.parse_string(f"callback: {{control: {control}}}")
+    again = parser.parse_string(parser.dump(read))
+    for configuration in (read, again):
+        callback = parser.instantiate_classes(configuration).callback
+        assert str(callback._plan) == expected
+
+
+def twice(step: int) -> float:
+    return 2.0
 
 
 class Plain(Hot):

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_attn import AdaptiveTemperature, AttentionMonitor, AttentionObserver, AttentionWarning, QKClip
 from lightning_attn.callbacks import clip_log
+from lightning_attn.temperature import attention_temperature
+from lightning_attn.temperature.agreement import Finding
 
 FILE = "attention_qk_clip.jsonl"
 THRESHOLD = 4.0
@@ -403,12 +405,27 @@ def test_what_is_left_alone_is_said_once(said: list[str]) -> None:
     assert set(one.counts) == {"blocks.1.attention"}
 
 
-def test_a_site_whose_temperature_is_held_is_left_to_that(said: list[str]) -> None:
-    model = Hot()
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_site_whose_temperature_is_held_is_left_to_that(said: list[str], start: int, order: int) -> None:
+    """Whichever comes first; what the other does not govern is clipped."""
+    temperature = AdaptiveTemperature(start=start, every_n_steps=1, sites="blocks.0*", print_summary=False, file=None)
+    one = clip()
+    fit(Hot(), *[temperature, one][::order], steps=3)
+    (message,) = [message for message in said if "AdaptiveTemperature" in message]
+    assert message.startswith("QKClip: blocks.0.attention cannot be clipped")
+    assert {line["site"] for line in lines()} == {"blocks.1.attention"} == set(one.counts)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_site_whose_temperature_cannot_be_held_is_clipped(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        attention_temperature, "search", lambda *_: Finding(reason="it is not to be found", is_for_later=False)
+    )
     temperature = AdaptiveTemperature(every_n_steps=1, print_summary=False, file=None)
-    fit(model, temperature, clip(), steps=2)
-    assert any("AdaptiveTemperature" in message for message in said)
-    assert not Path(FILE).exists()
+    fit(Hot(), *[temperature, one := clip()][::order], steps=3)
+    assert set(one.counts) == {"blocks.0.attention", "blocks.1.attention"}
+    assert sum(map(sum, one.counts.values())) > 0
 
 
 class Zero(LanguageModel):

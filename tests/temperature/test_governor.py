@@ -88,6 +88,27 @@ def test_a_loop_sleeps_until_a_head_wakes_it_and_holds_all_from_then_on() -> Non
     assert woken_at_once.temperatures()[SITE][0] > 1
 
 
+def test_a_loop_that_is_held_back_says_so_where_nothing_changes() -> None:
+    governed = governor(awake(4.0), max_temperature=1.0)
+    governed.look(seen(40.0, 2.0))
+    governed.act(1)
+    assert governed.take_changes() == []
+    (move,) = governed.take_held_back()
+    assert move.limited == (0,) and move.before == move.after == [1.0, 1.0] and governed.take_held_back() == []
+    assert governed.take_highest_scale() == 40.0 and governed.take_highest_scale() is None
+
+
+def test_the_hottest_head_is_named_with_what_has_woken_the_loop() -> None:
+    governed = governor(HoldLogitScale(4.0, 10.0))
+    (woken,) = governed.look(seen(11.0, 12.0))
+    assert (woken.head, woken.read, woken.before) == (1, {"logit_std": 12.0}, None)
+    assert woken.reason == "raw scale 12"
+    governed = governor(HoldLogitScale(4.0, 10.0))
+    governed.look(seen(1.5, 9.0))
+    (woken,) = governed.look(seen(9.4, 9.3))
+    assert woken.head == 0 and woken.reason == "raw scale 9.4 after 1.5 at the measurement before"
+
+
 def test_what_a_bias_adds_is_taken_off() -> None:
     governed = governor(awake(4.0, gain=1.0, max_change=100.0))
     governed.temperature.sites[SITE].bias_std = torch.tensor([3.0, 50.0])
@@ -158,6 +179,14 @@ def test_a_dry_run_follows_what_it_would_have_done() -> None:
         (would,), (did,) = dry.take_changes(), wet.take_changes()
         assert would.after == pytest.approx(did.after) and would.scale == pytest.approx(did.scale)
     assert dry.temperature[SITE] == [1.0, 1.0] and dry.temperatures()[SITE] == pytest.approx(wet.temperature[SITE])
+    # It begins with what is applied, as of a run that was not dry.
+    dry = governor(awake(4.0, gain=1.0, max_change=100.0), is_dry=True)
+    dry.temperature.set_temperatures(SITE, [5.0, 1.0])
+    assert dry.temperatures()[SITE] == pytest.approx([5.0, 1.0])
+    dry.look(seen(8.0, 2.0))
+    dry.act(1)
+    assert dry.temperatures()[SITE] == pytest.approx([10.0, 1.0])
+    assert dry.temperature[SITE] == pytest.approx([5.0, 1.0])
     dry = governor(HoldEntropy(), is_dry=True)
     for step in range(50):
         dry.look(seen(0.1, 0.5, statistic="entropy"))

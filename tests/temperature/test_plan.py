@@ -35,7 +35,7 @@ def test_what_may_stand_for_a_schedule(given: Any) -> None:
                       else ConstantTemperature)  # fmt: skip
 
 
-@pytest.mark.parametrize("given", [True, 0, -1.0, "cosine", [2.0], {}, {"*": None}])
+@pytest.mark.parametrize("given", [True, 0, -1.0, "cosine", [2.0], {}, {"*": None}, HoldEntropy, ConstantTemperature])
 def test_what_may_not(given: Any) -> None:
     with pytest.raises(ValueError, match="`control`"):
         TemperaturePlan(given)

@@ -38,6 +38,19 @@ def test_known_ranges_keep_their_colours_from_step_to_step() -> None:
     assert first_cell([[0.5, 1.0]], "max_logit") != first_cell([[0.5, 0.5]], "max_logit")
 
 
+def test_by_the_logarithm_colours_tell_one_from_many_everywhere() -> None:
+    def cells(*values: float) -> set[tuple[int, ...]]:
+        picture = heat_map(snapshot([[*values]], "temperature"), "temperature", spans=(1.0, 10.0))
+        dark, bright = (68, 1, 84), (253, 231, 36)
+        return {dark, bright} & colours(picture[36:38, : picture.shape[1] - 100])
+
+    assert cells(1.0, 1.0) == {(68, 1, 84)}
+    assert cells(200.0, 200.0) == {(253, 231, 36)}
+    assert cells(1.0, 10.0) == {(68, 1, 84), (253, 231, 36)}
+    assert cells(3.0, 3.0) == set()
+    heat_map(snapshot([[float("nan"), 0.5]], "temperature"), "temperature", spans=(1.0, 10.0))
+
+
 @pytest.mark.parametrize(("sites", "heads"), [(1, 1), (3, 4), (48, 64), (1, 200)])
 def test_any_number_of_sites_and_heads(sites: int, heads: int) -> None:
     picture = heat_map(snapshot(torch.randn(sites, heads).tolist(), "max_logit"), "max_logit")
