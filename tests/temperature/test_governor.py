@@ -191,4 +191,4 @@ def test_a_dry_run_follows_what_it_would_have_done() -> None:
     for step in range(50):
         dry.look(seen(0.1, 0.5, statistic="entropy"))
         dry.act(step)
-    assert dry.temperatures()[SITE][0] == pytest.approx(math.exp(2 * 0.3)) and dry.temperatures()[SITE][1] == 1.0
+    assert dry.temperatures()[SITE][0] == pytest.approx(math.exp(0.4 * 0.3)) and dry.temperatures()[SITE][1] == 1.0
