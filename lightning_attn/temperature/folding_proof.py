@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_attn.capture.isolation import isolated
 from lightning_attn.capture.spread import is_spread
 from lightning_attn.temperature.folding import fold
 from lightning_attn.temperature.projection import QueryProjection
@@ -56,7 +57,7 @@ def _given(projection: QueryProjection) -> Tensor:
     width = weight.shape[1 - part.axis] if weight.dim() == 2 else weight.shape[0]
     entering = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0))
     module: Any = projection.module
-    with without_trace(module), torch.autocast(weight.device.type, enabled=False):
+    with without_trace(module), isolated(weight.device):
         output = module.forward(entering.to(weight.device, weight.dtype))
     given: Tensor = output[0] if type(output) is tuple else output
     return given.to(torch.promote_types(given.dtype, torch.float32))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_attn.capture.isolation import isolated
 from lightning_attn.temperature.projection import ScaledParameter
 from lightning_attn.temperature.unchanged import without_trace
 
@@ -67,7 +68,7 @@ def _given(module: nn.Module, parameters: dict[str, Tensor], entering: Tensor) -
     """What a module gives with other parameters; it keeps nothing of that, and nobody hears of it."""
     bare = copy(module)
     bare.__dict__ |= {"_parameters": dict(module._parameters), "_forward_hooks": {}, "_forward_pre_hooks": {}}
-    with without_trace(bare):
+    with without_trace(bare), isolated(entering.device):
         return _first(functional_call(bare, parameters, (entering,)))
 
 

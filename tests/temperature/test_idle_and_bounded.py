@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -110,3 +110,33 @@ def test_an_adapter_within_the_layer_is_refused_also_while_it_is_zero() -> None:
 def test_a_bias_of_positions_is_not_taken_for_queries() -> None:
     temperature = found(made(PairBias), run)
     assert temperature.sites == {} and FIRST in temperature.refused
+
+
+class TellsPrecision(nn.Linear):
+    """Keeps in which precision it multiplies."""
+
+    precisions: ClassVar[set[str]] = set()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.precisions.add(torch.get_float32_matmul_precision())
+        return super().forward(tokens)
+
+
+class OfTellsPrecision(Separate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = TellsPrecision(WIDTH, WIDTH)
+
+
+def test_what_is_written_into_weights_is_tried_in_full_precision() -> None:
+    """On a GPU lower precision rounds by more than what the trial allows."""
+    model = made(OfTellsPrecision)
+    temperature = found(model, run)
+    temperature.set_temperatures(FIRST, 3.0)
+    torch.set_float32_matmul_precision("high")
+    try:
+        TellsPrecision.precisions.clear()
+        assert temperature.fold() == {}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert TellsPrecision.precisions == {"highest"}
