@@ -91,7 +91,9 @@ class Shuffles(Hot):
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("order", ["saved last", "saved before it hears of the end"])
+@pytest.mark.parametrize(
+    "order", ["saved last", pytest.param("saved before it hears of the end", marks=pytest.mark.slow)]
+)
 def test_from_every_step_bit_identical(control: str, order: str, tmp_path: Path) -> None:
     sees, checkpoints = SeesAll(), ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
     first = Saves(tmp_path / "saved") if order != "saved last" else checkpoints

@@ -276,7 +276,9 @@ class KeepsSaving(ModelCheckpoint):
         super().__init__(folder, every_n_train_steps=1, save_top_k=-1)
 
 
-@pytest.mark.parametrize(("every_n_steps", "accumulate"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("every_n_steps", "accumulate"), [(1, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 1), (1, 2)))]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(every_n_steps: int, accumulate: int, tmp_path: Path) -> None:
     def run(folder: str, path: Path | None = None, **arguments: Any) -> tuple[Repeatable, QKClip]:
         model, one = Repeatable(), clip(1.0, every_n_steps=every_n_steps)

@@ -157,9 +157,9 @@ def test_a_layer_that_is_skipped_is_absent_then_and_in_its_place_otherwise(tmp_p
 
     drawn: list[Snapshot] = []
 
-    def draw(snapshot: Snapshot, statistic: str) -> Any:
+    def draw(snapshot: Snapshot, *arguments: Any) -> Any:
         drawn.append(snapshot)
-        return heat_map(snapshot, statistic)
+        return heat_map(snapshot, *arguments)
 
     again = AttentionMonitor(
         every_n_steps=1, heat_map_every_n_steps=1, statistics="entropy", max_sequences=None, print_summary=False

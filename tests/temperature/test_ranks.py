@@ -173,7 +173,8 @@ def tensor_parallel(attention: type[Attention]) -> Result:
 
 
 TENSOR_PARALLEL = [
-    *(Attention, FewerKeyHeads, OneKeyHead, Fused, Written, Normed, LocalQueries, Gated),
+    *(Attention, FewerKeyHeads, Written),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (OneKeyHead, Fused, Normed, LocalQueries, Gated)),
 ]
 
 

@@ -53,7 +53,7 @@ X_TRANSFORMERS = (
 )
 ANY = {cell.way for cell in support.test_x_transformers.CELLS}
 #: One of each kind; the others are among the slow tests.
-QUICK = ("GPT-2", "Llama", "GPT-NeoX", "Qwen3", "Gemma 3", "Gemma 2", "T5", "BERT", "DeBERTa-v2", "no options")
+QUICK = ("GPT-2", "Llama", "Qwen3", "Gemma 3", "Gemma 2", "T5", "BERT", "no options")
 #: Their experts or masks know single precision alone.
 SINGLE = ("gpt-oss", "DeepSeek-V3", "Qwen3-Next", "GPT-2 with `reorder_and_upcast_attn`", "ModernBERT")
 
